@@ -1,6 +1,6 @@
 //! Embeds the error pages of `docs/errors`, so that `nagaya error CODE` needs no files.
 //!
-//! Not here: the pages' words, and the check that each code in use has one (tidy test).
+//! Not here: the text of the pages, and the check that each code in use has one (tidy test).
 
 use std::fmt::Write as _;
 use std::path::Path;

@@ -1,21 +1,21 @@
-//! Compiles mruby 3.4.0 and the shim around it (`c/`) into the crate, with a C compiler and nothing else.
+//! Compiles mruby 3.4.0 and the shim around it (`c/`) into the crate. It needs only a C compiler.
 //!
-//! The source comes from the registry like any dependency: `libnghttp2-sys` carries the complete tree of mruby, is pinned
-//! and checked by `Cargo.lock`, and is never compiled as a crate. mruby's own build needs Ruby; this one takes the files
-//! that are needed, and the parts of mruby's library that are written in Ruby go in as text, which the first VM of a
-//! process compiles.
+//! The source comes from the registry like any dependency. `libnghttp2-sys` carries the complete
+//! tree of mruby. `Cargo.lock` pins and checks it, and it is never compiled as a crate. The build
+//! of mruby itself needs Ruby. This one takes only the needed files. The parts of mruby's library
+//! that are written in Ruby go in as text. The first VM of a process compiles them.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The package whose source tree holds mruby, and where in it.
+/// The package whose source tree has mruby, and where in it.
 const CARRIER: &str = "libnghttp2-sys";
 const MRUBY_IN_CARRIER: &str = "nghttp2/third-party/mruby";
 
-/// What of mruby's library rules have. Nothing that opens files, sockets or directories, evaluates text, sleeps or ends
-/// the process. A gem stands behind those it needs.
+/// The parts of mruby's library that rules have. Nothing in them opens files, sockets or
+/// directories, evaluates text, sleeps or ends the process. A gem comes after those it needs.
 const GEMS: &[&str] = &[
     "mruby-compar-ext",
     "mruby-enum-ext",
@@ -41,12 +41,13 @@ const GEMS: &[&str] = &[
     "mruby-catch",
 ];
 
-/// Functions of the C library that mruby calls and that take a lock. A rule that is ended in one of them would keep the lock for
-/// ever; `c/vm.c` has a guarded form of each.
+/// Functions of the C library that mruby calls and that take a lock. A rule that is ended in one of
+/// them would keep the lock for ever. `c/vm.c` has a guarded form of each.
 const TAKE_LOCKS: &[&str] = &["gmtime_r", "localtime_r", "mktime", "strftime"];
 
-/// What mruby 3.4.0 does wrong and a later version does right, as file, text and replacement. A version without the text must not
-/// need it: then the row goes. `docs/bundled-c.md` says what each is.
+/// Faults of mruby 3.4.0 that a later version corrects, as file, text and replacement. The build
+/// fails if the text is missing: a version that does not need the correction must lose its row.
+/// `docs/bundled-c.md` explains each.
 const CORRECTIONS: &[(&str, &[(&str, &str)])] = &[(
     "src/array.c",
     // CVE-2025-13120: a block that shortens the array it sorts.
@@ -92,7 +93,8 @@ fn main() {
     library.warnings(false).files(files).file(table).include("c").compile("nagaya_mruby");
     let mut shim = compiler(&mruby, &generated);
     shim.warnings(true).extra_warnings(true).files(["c/vm.c", "c/watch.c"]).compile("nagaya_rules_vm");
-    // The shim and mruby call each other; named once more behind the shim, the linker finds what it still misses.
+    // The shim and mruby call each other. Listed once more after the shim, the linker finds what it
+    // still misses.
     println!("cargo:rustc-link-lib=static=nagaya_mruby");
     println!("cargo:rustc-link-lib=m");
 }
@@ -120,7 +122,7 @@ fn correct(mruby: &Path, out: &Path, files: &mut [PathBuf]) {
     }
 }
 
-/// What the source says of itself: `3.4.0`.
+/// Returns the version in the source: `3.4.0`.
 fn version(mruby: &Path) -> String {
     let path = mruby.join("include/mruby/version.h");
     let header = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -135,12 +137,12 @@ fn version(mruby: &Path) -> String {
     ["MRUBY_RELEASE_MAJOR", "MRUBY_RELEASE_MINOR", "MRUBY_RELEASE_TEENY"].map(number).join(".")
 }
 
-/// The options both parts must share: they decide the layout of mruby's structures.
+/// Returns the options that both parts must share: they decide the layout of mruby's structures.
 fn compiler(mruby: &Path, generated: &Path) -> cc::Build {
     let mut build = cc::Build::new();
     build
         .std("gnu11")
-        // Rules are on the path of each request, in builds for tests too.
+        // Rules are on the path of each request, in builds for tests, too.
         .opt_level(3)
         .force_frame_pointer(false)
         .define("MRB_NO_GEMS", None)
@@ -150,13 +152,14 @@ fn compiler(mruby: &Path, generated: &Path) -> cc::Build {
         .flag("-isystem")
         .flag(generated);
     for directory in ["include", "src", "mrbgems/mruby-compiler/core", "mrbgems/mruby-time/include"] {
-        // As the system's: its headers are not ours to warn about.
+        // Treated as system headers: their warnings are not ours.
         build.flag("-isystem").flag(mruby.join(directory));
     }
     build
 }
 
-/// Where cargo put the source of the carrier. Asked without network first, so that a build which needs none stays so.
+/// Returns where cargo put the source of the carrier. The query goes without network first, so that
+/// a build which needs none stays so.
 fn carrier() -> PathBuf {
     let ask = |more: &[&str]| {
         Command::new(env::var("CARGO").expect("cargo sets CARGO"))
@@ -205,10 +208,11 @@ impl Unit {
     }
 }
 
-/// The tables `c/vm.c` declares.
+/// Returns the tables that `c/vm.c` declares.
 fn units_table(units: &[Unit]) -> String {
     let mut text = String::from("#include <mruby.h>\n#include \"vm.h\"\n");
-    let (mut rows, mut inits) = (String::new(), String::new());
+    let mut rows = String::new();
+    let mut inits = String::new();
     for (at, unit) in units.iter().enumerate() {
         let bytes: Vec<_> = unit.source.iter().map(u8::to_string).collect();
         let len = unit.source.len();
@@ -232,7 +236,7 @@ fn units_table(units: &[Unit]) -> String {
     text
 }
 
-/// Operators, and what mruby's macro `MRB_OPSYM` calls them.
+/// Operators, and their names in mruby's macro `MRB_OPSYM`.
 const OPERATORS: &[(&str, &str)] = &[
     ("!", "not"),
     ("%", "mod"),
@@ -266,7 +270,7 @@ const OPERATORS: &[(&str, &str)] = &[
     ("[]=", "aset"),
 ];
 
-/// Macros that name a symbol, with what stands before and behind the name in the symbol itself.
+/// Macros that name a symbol, with the text before and after the name in the symbol itself.
 const SYMBOL_MACROS: &[(&str, &str, &str)] = &[
     ("MRB_SYM", "", ""),
     ("MRB_SYM_B", "", "!"),
@@ -277,12 +281,12 @@ const SYMBOL_MACROS: &[(&str, &str, &str)] = &[
     ("MRB_GVSYM", "$", ""),
 ];
 
-/// Symbols that get their numbers when mruby is compiled, in the order mruby searches them. Without a number a symbol is
-/// looked up by its text wherever C code names it: comparing two strings took two
-/// microseconds.
+/// Returns the symbols that get their numbers when mruby is compiled, in the order mruby searches
+/// them. A symbol without a number is looked up by its text wherever C code names it. Comparing two
+/// strings took two microseconds.
 ///
-/// All that the macros name must be here, and what Ruby's library has for names should be: it then costs a VM nothing. What
-/// is no name after all costs a row of the table.
+/// All symbols in macros must be here. The names of Ruby's library should be: they then cost a VM
+/// nothing. A wrong entry costs one row of the table.
 fn symbols(mruby: &Path, files: &[PathBuf], units: &[Unit]) -> Vec<String> {
     let mut found: Vec<String> = OPERATORS.iter().map(|(symbol, _)| (*symbol).to_owned()).collect();
     let headers = [
@@ -321,11 +325,11 @@ fn symbols_of_c(text: &str, found: &mut Vec<String>) {
             found.push(symbol);
         }
     }
-    // Names of methods and classes stand between quotes.
+    // Names of methods and classes are between quotes.
     found.extend(text.split('"').filter(|text| affixes(text).is_some()).map(str::to_owned));
 }
 
-/// The macro and the name of a symbol; `None` if no macro can name it.
+/// Returns the macro and the name of a symbol; `None` if no macro can name it.
 fn affixes(symbol: &str) -> Option<(&'static str, &str)> {
     let is_name = |name: &str| {
         name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
@@ -355,13 +359,15 @@ fn symbol_numbers(symbols: &[String]) -> String {
 fn symbol_table(symbols: &[String]) -> String {
     let lengths: Vec<_> = symbols.iter().map(|symbol| symbol.len().to_string()).collect();
     let names: Vec<_> = symbols.iter().map(|symbol| format!("\"{symbol}\"")).collect();
-    let (lengths, names) = (lengths.join(","), names.join(",\n"));
+    let lengths = lengths.join(",");
+    let names = names.join(",\n");
     format!(
         "static const uint16_t presym_length_table[] = {{{lengths}}};\nstatic const char * const presym_name_table[] = {{\n{names}}};\n"
     )
 }
 
-/// The files of a directory with this extension, in order; none if there is no such directory.
+/// Returns the files of a directory with this extension, in order; none if the directory does not
+/// exist.
 fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     let mut paths: Vec<_> = entries

@@ -11,10 +11,12 @@ use nagaya_base::fuzz::FuzzTarget;
 /// Every target, in order of name.
 pub fn list_targets() -> Vec<FuzzTarget> {
     let all = [
-        nagaya_cmdb::fuzzing::TARGETS,
+        nagaya_records::fuzzing::TARGETS,
+        nagaya_store::fuzzing::TARGETS,
         nagaya_edge::fuzzing::TARGETS,
         nagaya_keeper::fuzzing::TARGETS,
         nagaya_rules::fuzzing::TARGETS,
+        nagaya_sendmail::fuzzing::TARGETS,
     ];
     let mut targets = all.concat();
     targets.sort_by_key(|target| target.name);

@@ -31,7 +31,8 @@ impl Backend {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a loopback port");
         let address = listener.local_addr().expect("a bound socket has an address");
         let shared = Arc::new(Shared::default());
-        let (theirs, script) = (Arc::clone(&shared), Arc::new(script));
+        let theirs = Arc::clone(&shared);
+        let script = Arc::new(script);
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 if theirs.ended.load(Ordering::Relaxed) {
@@ -39,7 +40,8 @@ impl Backend {
                 }
                 let Ok(stream) = stream else { continue };
                 theirs.connections.fetch_add(1, Ordering::Relaxed);
-                let (shared, script) = (Arc::clone(&theirs), Arc::clone(&script));
+                let shared = Arc::clone(&theirs);
+                let script = Arc::clone(&script);
                 std::thread::spawn(move || {
                     // Without them a thread could wait for ever; a test that needs longer is wrong.
                     let _ = stream.set_read_timeout(Some(PATIENCE));
@@ -170,6 +172,12 @@ impl Peer {
     /// Waits until the node closes the connection.
     pub fn wait_for_end(&mut self) {
         while self.fill().is_some() {}
+    }
+
+    /// Says that it sends no more, and goes on reading.
+    pub fn finish(&mut self) {
+        // It may be closed already.
+        let _ = self.stream.shutdown(Shutdown::Write);
     }
 
     pub fn close(&mut self) {

@@ -172,10 +172,12 @@ impl Etcd {
 
     #[track_caller]
     fn spawn(&self, at: usize, all: &str) -> Child {
-        let (member, name) = (&self.members[at], name_of(at));
+        let member = &self.members[at];
+        let name = name_of(at);
         let log = File::options().create(true).append(true).open(self.dir.path().join(format!("{name}.log")));
         let log = log.expect("our own file");
-        let (client, peer) = (self.url_of(member), format!("http://{}", member.peer));
+        let client = self.url_of(member);
+        let peer = format!("http://{}", member.peer);
         let secured = self.files.as_ref().map(|Files { ca, server: [certificate, key], .. }| {
             ["--client-cert-auth", "--trusted-ca-file", ca, "--cert-file", certificate, "--key-file", key]
         });
@@ -266,7 +268,8 @@ impl Files {
                 file(&format!("{name}.key"), key.serialize_pem()),
             ]
         };
-        let (server, client) = (pair("server", host.to_string()), pair("client", "node".into()));
+        let server = pair("server", host.to_string());
+        let client = pair("client", "node".into());
         Self { ca: file("ca.pem", ca.pem()), server, client }
     }
 }
@@ -388,7 +391,8 @@ pub fn init(world: &World, etcd: &Etcd) {
 pub fn join(world: &World, member: &World, etcd: &Etcd) {
     let token = world.path("token");
     machine::write(&token, member.cli(&["cluster", "token"]));
-    let (store, token) = (etcd.words(), token.to_string_lossy());
+    let store = etcd.words();
+    let token = token.to_string_lossy();
     let mut words = vec!["cluster", "join", "--token-file", &token];
     words.extend(store.iter().map(String::as_str));
     world.cli(&words);
@@ -427,7 +431,8 @@ time_t time(time_t *to) {
 /// The words before a node's program that make its wall clock wrong by so many seconds. None: there is no C compiler here.
 #[track_caller]
 pub fn clock_ahead(builder: &Builder, seconds: i64) -> Option<Vec<String>> {
-    let (source, library) = (builder.path("clock.c"), builder.path("clock.so"));
+    let source = builder.path("clock.c");
+    let library = builder.path("clock.so");
     machine::write(&source, CLOCK);
     let built =
         Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().ok()?;

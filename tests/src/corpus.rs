@@ -57,7 +57,8 @@ fn read_value(text: &str) -> Option<&str> {
 
 /// String literals that stand one behind the other, of C or of Rust, and what follows them. `None`: here is none.
 fn read_literals(text: &str) -> Option<(Vec<u8>, &str)> {
-    let (mut bytes, mut rest) = (Vec::new(), skip_blanks(text));
+    let mut bytes = Vec::new();
+    let mut rest = skip_blanks(text);
     let mut has_begun = false;
     loop {
         let inside = rest.strip_prefix('"').or_else(|| rest.strip_prefix("b\""));

@@ -56,6 +56,12 @@ impl HangingMount {
     /// Mounts it at `path`, which is made. `files` are names and contents.
     #[track_caller]
     pub fn new(path: &Path, files: &[(&'static str, &'static [u8])]) -> Self {
+        Self::of(path, files, 0)
+    }
+
+    /// The same where all is this user's.
+    #[track_caller]
+    pub fn of(path: &Path, files: &[(&'static str, &'static [u8])], owner: u32) -> Self {
         std::fs::create_dir_all(path).expect("a directory to mount at");
         let device =
             OpenOptions::new().read(true).write(true).open("/dev/fuse").expect("the kernel knows FUSE");
@@ -67,9 +73,10 @@ impl HangingMount {
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
         rustix::mount::mount("nagaya-test", path, "fuse.nagaya-test", flags, options)
             .expect("root may mount");
-        let (shared, files) = (Arc::new(Shared::default()), files.to_vec());
+        let shared = Arc::new(Shared::default());
+        let files = files.to_vec();
         let theirs = Arc::clone(&shared);
-        std::thread::spawn(move || serve(device, &files, &theirs));
+        std::thread::spawn(move || serve(device, (&files, owner), &theirs));
         Self { path: path.to_owned(), shared }
     }
 
@@ -98,7 +105,10 @@ impl Drop for HangingMount {
     }
 }
 
-fn serve(mut device: File, files: &[(&'static str, &'static [u8])], shared: &Shared) {
+/// Names and contents, and whose they are.
+type Content<'a> = (&'a [(&'static str, &'static [u8])], u32);
+
+fn serve(mut device: File, content: Content<'_>, shared: &Shared) {
     let mut request = vec![0; REQUEST_MAX];
     // An error means that it is unmounted.
     while let Ok(len) = device.read(&mut request) {
@@ -107,7 +117,7 @@ fn serve(mut device: File, files: &[(&'static str, &'static [u8])], shared: &Sha
             shared.unanswered.fetch_add(1, Ordering::SeqCst);
             continue;
         }
-        let Some(answer) = answer(request, files) else { continue };
+        let Some(answer) = answer(request, content) else { continue };
         let (error, body) = match answer {
             Ok(body) => (0, body),
             Err(error) => (-error, Vec::new()),
@@ -123,9 +133,10 @@ fn number(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// The body of the answer; none: this request has none. `Err` is an error number.
-fn answer(request: &[u8], files: &[(&'static str, &'static [u8])]) -> Option<Result<Vec<u8>, i32>> {
+fn answer(request: &[u8], (files, owner): Content<'_>) -> Option<Result<Vec<u8>, i32>> {
     let opcode = u32::from_ne_bytes(request[4..8].try_into().expect("four bytes"));
-    let (node, body) = (number(request, 16), &request[40..]);
+    let node = number(request, 16);
+    let body = &request[40..];
     let content = |node: u64| {
         let at = usize::try_from(node).ok()?.checked_sub(2)?;
         files.get(at).map(|(_, content)| *content)
@@ -136,20 +147,20 @@ fn answer(request: &[u8], files: &[(&'static str, &'static [u8])]) -> Option<Res
         LOOKUP => {
             let name = body.split(|&byte| byte == 0).next().unwrap_or_default();
             match files.iter().position(|(known, _)| known.as_bytes() == name) {
-                Some(at) => Ok(entry(at as u64 + 2, files[at].1.len())),
+                Some(at) => Ok(entry(at as u64 + 2, files[at].1.len(), owner)),
                 None => Err(ENOENT),
             }
         }
         GETATTR => {
             // No time for which they are good.
             let mut out = vec![0; 16];
-            out.extend(attributes(node, content(node).map(<[u8]>::len)));
+            out.extend(attributes(node, content(node).map(<[u8]>::len), owner));
             Ok(out)
         }
         OPEN | OPENDIR => Ok(vec![0; 16]),
         READ => {
-            let (offset, size) =
-                (number(body, 8), u32::from_ne_bytes(body[16..20].try_into().expect("four")));
+            let offset = number(body, 8);
+            let size = u32::from_ne_bytes(body[16..20].try_into().expect("four"));
             let content = content(node).unwrap_or_default();
             let begin = usize::try_from(offset).unwrap_or(usize::MAX).min(content.len());
             let end = content.len().min(begin + size as usize);
@@ -176,16 +187,16 @@ fn init() -> Vec<u8> {
     out
 }
 
-fn entry(node: u64, len: usize) -> Vec<u8> {
+fn entry(node: u64, len: usize, owner: u32) -> Vec<u8> {
     let mut out = node.to_ne_bytes().to_vec();
     // Generation, and no time for which name and attributes are good.
     out.resize(40, 0);
-    out.extend(attributes(node, Some(len)));
+    out.extend(attributes(node, Some(len), owner));
     out
 }
 
 /// Of a file with this length, or of the directory.
-fn attributes(node: u64, len: Option<usize>) -> Vec<u8> {
+fn attributes(node: u64, len: Option<usize>, owner: u32) -> Vec<u8> {
     debug_assert_eq!(len.is_none(), node == ROOT);
     let mode: u32 = if len.is_some() { 0o100_644 } else { 0o040_755 };
     let len = len.unwrap_or_default() as u64;
@@ -194,7 +205,7 @@ fn attributes(node: u64, len: Option<usize>) -> Vec<u8> {
         out.extend(long.to_ne_bytes());
     }
     // Nanoseconds, mode, links, owner, group, device, block size, flags.
-    for word in [0, 0, 0, mode, 1, 0, 0, 0, 4096, 0] {
+    for word in [0, 0, 0, mode, 1, owner, owner, 0, 4096, 0] {
         out.extend(u32::to_ne_bytes(word));
     }
     out

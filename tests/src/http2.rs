@@ -63,7 +63,8 @@ pub fn ask(address: SocketAddr, fields: Fields<'_>, body: Option<(&[u8], Fields<
 }
 
 fn read_answer(stream: &mut TcpStream) -> Answer {
-    let (mut statuses, mut body) = (Vec::new(), Vec::new());
+    let mut statuses = Vec::new();
+    let mut body = Vec::new();
     while let Some((kind, flags, id, payload)) = read_frame(stream) {
         match kind {
             SETTINGS if flags & ACK == 0 => {

@@ -2,7 +2,7 @@
 //! that misbehave on purpose.
 //!
 //! It uses none of nagaya's crates: the tests see the built program as its users do, through its command line, its
-//! sockets and its files. Not here: the tests themselves (`tests/`), house style (`tests/tidy.rs`).
+//! sockets and its files. Not here: the tests themselves (`tests/`), house style (`tests/tidy.rs`, `tests/house.rs`).
 
 pub mod backend;
 pub mod client;
@@ -12,6 +12,7 @@ pub mod fuse;
 pub mod http2;
 pub mod lab;
 pub mod machine;
+pub mod sources;
 pub mod suite;
 pub mod wait;
 pub mod world;

@@ -89,7 +89,8 @@ pub fn run(suites: Vec<Suite>, order: &Order) -> ExitCode {
     if let Some(threads) = arguments.test_threads {
         RUNNING.set(threads);
     }
-    let (mut trials, mut nodes) = (Trials::default(), Vec::new());
+    let mut trials = Trials::default();
+    let mut nodes = Vec::new();
     for suite in suites {
         match suite.tests {
             Tests::Alone(tests) => {
@@ -98,7 +99,8 @@ pub fn run(suites: Vec<Suite>, order: &Order) -> ExitCode {
             Tests::Sharing(start, tests) => {
                 let node = Arc::new(Shared { name: suite.name, start, world: OnceLock::new() });
                 for (name, test) in tests {
-                    let (node, test) = (Arc::clone(&node), *test);
+                    let node = Arc::clone(&node);
+                    let test = *test;
                     trials.add(order, &suite, name, move || in_shared(&node, test));
                 }
                 nodes.push(node);

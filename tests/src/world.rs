@@ -384,7 +384,8 @@ impl World {
         if machine::is_root() {
             // Without root, the node can only open what is its own.
             let uid = self.user.unwrap_or_else(|| self.uid(tenant));
-            let (home, owner) = (self.home(tenant), format!("{uid}:{uid}"));
+            let home = self.home(tenant);
+            let owner = format!("{uid}:{uid}");
             // No others: to change an owner is to change a file, which ends images of what has read it.
             let others = ["(", "!", "-uid", &uid.to_string(), "-o", "!", "-gid", &uid.to_string(), ")"];
             let chown = ["-exec", "chown", "-h", &owner, "{}", "+"];
@@ -451,8 +452,8 @@ impl World {
     #[track_caller]
     pub fn cli(&self, arguments: &[&str]) -> String {
         let output = self.try_cli(arguments);
-        let (text, errors) =
-            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8_lossy(&output.stdout);
+        let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "nagaya {arguments:?}: {}\n{text}{errors}", output.status);
         text.into_owned()
     }

@@ -4,7 +4,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use nagaya_tests::sources::{
+    SourceFile, fail_if, files, has_word, is_test, production_part, read, root, stem,
+};
 
 /// Lines of one source file.
 const FILE_LINES_MAX: usize = 999;
@@ -16,9 +20,10 @@ const LONG_FUNCTIONS: &[&str] = &[];
 
 /// The files that may hold `unsafe`, each fencing calls into the kernel or, for rules, into mruby.
 const UNSAFE_FILES: &[&str] = &[
+    "crates/keeper-api/src/sys.rs",
     "crates/keeper/src/sys.rs",
-    "crates/keeper/src/slice.rs",
-    "crates/keeper/src/instances/rest/calls.rs",
+    "crates/keeper/src/sched_slice.rs",
+    "crates/keeper/src/instances/run/rest/calls.rs",
     "crates/keeper/src/sandbox/kernel.rs",
     "crates/rules/src/ffi.rs",
     "crates/nagaya/src/inherit.rs",
@@ -32,23 +37,53 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
     ("telemetry", &["base"]),
     ("admission", &["base"]),
     ("placement", &[]),
-    ("cmdb", &["telemetry", "base"]),
-    ("keeper", &["cmdb", "telemetry", "base"]),
-    ("rules", &["cmdb", "base"]),
-    ("edge", &["rules", "keeper", "cmdb", "placement", "admission", "telemetry", "base"]),
-    ("nagaya", &["edge", "rules", "keeper", "cmdb", "placement", "admission", "telemetry", "base"]),
+    ("records", &["base"]),
+    ("store", &["records", "base"]),
+    ("keeper-api", &["records", "base"]),
+    ("keeper", &["keeper-api", "records", "telemetry", "base"]),
+    ("rules", &["records", "base"]),
+    ("edge", &["rules", "keeper-api", "records", "placement", "admission", "telemetry", "base"]),
+    ("sendmail", &["base"]),
+    (
+        "nagaya",
+        &[
+            "sendmail",
+            "edge",
+            "rules",
+            "keeper",
+            "store",
+            "records",
+            "placement",
+            "admission",
+            "telemetry",
+            "base",
+        ],
+    ),
     // Nothing ships with it, and nothing of what it drives knows of it.
     ("sim", &["placement"]),
     // The developer's packages speak to the built program as its users do, and nothing ships with them.
     ("tests", &[]),
     // Two experiments measure one part alone, without a server around it.
-    ("xtask", &["admission", "edge", "rules", "keeper", "cmdb", "telemetry", "base"]),
+    (
+        "xtask",
+        &["admission", "edge", "rules", "keeper", "keeper-api", "store", "records", "telemetry", "base"],
+    ),
+];
+
+/// Crates that a crate uses in its tests alone.
+const TEST_DEPENDENCIES: &[(&str, &str)] = &[
+    // The edge's tests start a real keeper.
+    ("edge", "keeper"),
 ];
 
 /// Files and directories of the keeper that open files by path, with the reason why no tenant can lead that path elsewhere. All other
 /// paths are opened by `tenant_path.rs`.
 const PATH_OPENERS: &[(&str, &str)] = &[
-    ("crates/keeper/src/tenant_path.rs", "it is the one place for paths that a tenant can change"),
+    ("crates/keeper/src/paths/tenant_path.rs", "it is the one place for paths that a tenant can change"),
+    (
+        "crates/keeper/src/paths/tenant_path/steps.rs",
+        "its part: with the tenant's rights, name by name, without following a link",
+    ),
     ("crates/keeper/src/bases.rs", "bases are root's, in a directory that only root enters"),
     ("crates/keeper/src/bases/layer.rs", "looks up in a base as if it were all there is; it is root's"),
     (
@@ -60,33 +95,49 @@ const PATH_OPENERS: &[(&str, &str)] = &[
         "crates/keeper/src/enclosure/",
         "the keeper's own directories, and places of the node's that mounts go on",
     ),
-    ("crates/keeper/src/engine.rs", "makes the keeper's own directories"),
+    ("crates/keeper/src/context.rs", "makes the keeper's own directories"),
     ("crates/keeper/src/gate/scripts.rs", "only asks whether a script is there; its tenant opens it"),
     ("crates/keeper/src/huge_pages.rs", "a file of the kernel's"),
     ("crates/keeper/src/image/", "images are root's, in a directory that only root enters"),
-    ("crates/keeper/src/instances/after_wake.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/run/after_wake.rs", "what the kernel tells of processes, by their numbers"),
     (
-        "crates/keeper/src/instances/address.rs",
+        "crates/keeper/src/instances/run/plain_address.rs",
         "a socket in a directory of the keeper's, without following a link",
     ),
-    ("crates/keeper/src/instances/carried.rs", "from directory to directory without following a link"),
-    ("crates/keeper/src/instances/holder.rs", "what the kernel tells of processes, by their numbers"),
-    ("crates/keeper/src/instances/lateness.rs", "what the kernel tells of processes, by their numbers"),
-    ("crates/keeper/src/instances/pressure.rs", "files of the kernel's"),
-    ("crates/keeper/src/instances/lateness.rs", "what the kernel tells of processes, by their numbers"),
-    ("crates/keeper/src/instances/rest.rs", "what the kernel tells of processes, by their numbers"),
-    ("crates/keeper/src/instances/seats.rs", "what the kernel tells of processes, by their numbers"),
-    ("crates/keeper/src/instances/show.rs", "what the kernel tells of processes, by their numbers"),
     (
-        "crates/keeper/src/instances/surroundings.rs",
+        "crates/keeper/src/instances/run/volatile_files.rs",
+        "from directory to directory without following a link",
+    ),
+    (
+        "crates/keeper/src/instances/limits/connection_holder.rs",
+        "what the kernel tells of processes, by their numbers",
+    ),
+    ("crates/keeper/src/instances/run/lateness.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/run/pressure.rs", "files of the kernel's"),
+    ("crates/keeper/src/instances/run/lateness.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/run/rest.rs", "what the kernel tells of processes, by their numbers"),
+    (
+        "crates/keeper/src/instances/run/rest/family.rs",
+        "what the kernel tells of processes, by their numbers",
+    ),
+    (
+        "crates/keeper/src/instances/run/rest/signs.rs",
+        "descriptors of processes, as places only; judged by what was opened",
+    ),
+    (
+        "crates/keeper/src/instances/limits/request_cells.rs",
+        "what the kernel tells of processes, by their numbers",
+    ),
+    ("crates/keeper/src/instances/run/usage.rs", "what the kernel tells of processes, by their numbers"),
+    (
+        "crates/keeper/src/instances/run/sandbox_spec.rs",
         "the keeper's own directories and files, and the node's resolver",
     ),
     ("crates/keeper/src/log/", "logs are root's, in a directory that only root enters"),
+    ("crates/keeper/src/mail/", "a file in the keeper's own directory, which only root writes"),
     ("crates/keeper/src/relay/names.rs", "the node's resolver"),
-    ("crates/keeper/src/roll.rs", "a descriptor of the keeper's own"),
-    ("crates/keeper/src/mount_list.rs", "a file of the kernel's"),
-    ("crates/keeper/src/root_mounts.rs", "what the kernel tells of a descriptor of its own"),
-    ("crates/keeper/src/roots.rs", "the operator's directory of certificates"),
+    ("crates/keeper/src/root_mounts/mount_list.rs", "a file of the kernel's"),
+    ("crates/keeper/src/paths/roots.rs", "the operator's directory of certificates"),
     ("crates/keeper/src/sandbox/birth.rs", "the root of the sandbox it is in"),
     ("crates/keeper/src/sandbox/capture.rs", "the network that the thread is in"),
     ("crates/keeper/src/sandbox/cgroup.rs", "control groups are root's"),
@@ -112,13 +163,12 @@ const PATH_OPENERS: &[(&str, &str)] = &[
     ("crates/keeper/src/sandbox/warden.rs", "what the kernel tells of itself"),
     ("crates/keeper/src/spawn.rs", "the keeper's own directory of sockets, and a device of the node's"),
     ("crates/keeper/src/sys.rs", "in a child that has the tenant's ids and no descriptor of anybody else's"),
-    ("crates/keeper/src/tally.rs", "a descriptor of the keeper's own"),
 ];
 
 /// Files that may take a tenant's rights on files for a moment, with the reason.
 const TENANTS_RIGHTS: &[(&str, &str)] = &[
-    ("crates/keeper/src/tenant_path.rs", "it is the one place for paths that a tenant can change"),
-    ("crates/keeper/src/instances/housing.rs", "what goes with an image, by `carried.rs`"),
+    ("crates/keeper/src/paths/tenant_path.rs", "it is the one place for paths that a tenant can change"),
+    ("crates/keeper/src/instances/run/app_launch.rs", "what goes with an image, by `volatile_files.rs`"),
 ];
 
 /// Calls that look something up by a path.
@@ -156,11 +206,11 @@ const PATH_CALLS: &[&str] = &[
 
 /// Files whose tests may sleep, with why waiting for a condition would not do.
 const SLEEPING_TESTS: &[(&str, &str)] = &[
-    ("crates/cmdb/src/store/etcd/tests/rig.rs", "polls a condition of another process until its deadline"),
+    ("crates/store/src/etcd/tests/rig.rs", "polls a condition of another process until its deadline"),
     ("tests/src/wait.rs", "polls a condition of another process until its deadline"),
     ("tests/src/backend.rs", "plays a server that is slow on purpose"),
-    ("crates/edge/src/programs/testing.rs", "polls a condition of a process until its deadline"),
-    ("crates/edge/src/programs/php/tests.rs", "plays a client that sends slowly on purpose"),
+    ("crates/edge/src/backends/programs/testing.rs", "polls a condition of a process until its deadline"),
+    ("crates/edge/src/backends/programs/php/tests.rs", "plays a client that sends slowly on purpose"),
 ];
 
 // === The rules ===
@@ -221,7 +271,7 @@ fn input_cannot_panic_the_program() {
     let production =
         sources().into_iter().filter(|file| file.path.starts_with("crates/") && !is_test(&file.path));
     check(production, "return an error, or say with `expect(\"...\")` why it cannot happen", |file| {
-        let production = File { path: file.path.clone(), text: production_part(&file.text).to_owned() };
+        let production = SourceFile { path: file.path.clone(), text: production_part(&file.text).to_owned() };
         lines_with(&production, |line| code_of(line).contains(concat!(".unwrap", "()")))
     });
 }
@@ -389,7 +439,7 @@ fn files_named_in_the_architecture_exist() {
 
 #[test]
 fn tests_named_in_the_threat_model_exist() {
-    let text = read(&root().join("docs/threat-model.md"));
+    let text = promises();
     let named = text.split('`').skip(1).step_by(2).filter_map(|name| name.split_once("::"));
     let named = named.filter(|(module, _)| !module.contains(' '));
     let wrong: Vec<_> = named
@@ -400,14 +450,17 @@ fn tests_named_in_the_threat_model_exist() {
         })
         .map(|(module, test)| format!("{module}::{test}"))
         .collect();
-    fail_if(&wrong, "docs/threat-model.md promises a test; name the one that shows it now");
+    fail_if(
+        &wrong,
+        "docs/threat-model.md or SPECIFICATION.md promises a test; name the one that shows it now",
+    );
 }
 
 #[test]
 fn facts_named_in_the_threat_model_are_tested() {
     let tests = sources().into_iter().filter(|file| file.path.starts_with("crates/keeper/tests/"));
     let tests: String = tests.map(|file| file.text).collect();
-    let text = read(&root().join("docs/threat-model.md"));
+    let text = promises();
     // `| ... | kernel `a fact`, `another`, e2e `module::test` |`: a fact has spaces, everything else there has none.
     let shown = text.lines().filter_map(|line| line.strip_suffix(" |")?.rsplit_once(" | "));
     let named = shown.flat_map(|(_, shown)| shown.split('`').skip(1).step_by(2));
@@ -415,7 +468,10 @@ fn facts_named_in_the_threat_model_are_tested() {
         .filter(|name| name.contains(' ') && !tests.contains(&format!("\"{name}\",")))
         .map(str::to_owned)
         .collect();
-    fail_if(&wrong, "docs/threat-model.md promises a test of the keeper's; name the one that shows it now");
+    fail_if(
+        &wrong,
+        "docs/threat-model.md or SPECIFICATION.md promises a test of the keeper's; name the one that shows it now",
+    );
 }
 
 /// A package that compiles C needs the package `cc` or `cmake`.
@@ -460,7 +516,7 @@ fn check_places(beneath: &str, listed: &[(&str, &str)], wanted: impl Fn(&str) ->
         sources().into_iter().filter(|file| file.path.starts_with(beneath) && !is_test(&file.path));
     let mut found = Vec::new();
     for file in production {
-        let production = File { path: file.path.clone(), text: production_part(&file.text).to_owned() };
+        let production = SourceFile { path: file.path.clone(), text: production_part(&file.text).to_owned() };
         found.extend(lines_with(&production, &wanted));
     }
     let path_of = |line: &str| line.split(':').next().unwrap_or_default().to_owned();
@@ -477,12 +533,6 @@ fn check_places(beneath: &str, listed: &[(&str, &str)], wanted: impl Fn(&str) ->
 
 // === How the rules read the sources ===
 
-struct File {
-    /// Relative to the checkout, for messages and lists.
-    path: String,
-    text: String,
-}
-
 struct Manifest {
     /// Its directory's name.
     name: String,
@@ -491,40 +541,35 @@ struct Manifest {
     lints: bool,
 }
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_path_buf()
+/// The pages that name a test for each of their promises.
+fn promises() -> String {
+    ["docs/threat-model.md", "SPECIFICATION.md"].map(|path| read(&root().join(path))).concat()
 }
 
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-fn check(files: impl IntoIterator<Item = File>, advice: &str, rule: impl Fn(&File) -> Vec<String>) {
+fn check(
+    files: impl IntoIterator<Item = SourceFile>,
+    advice: &str,
+    rule: impl Fn(&SourceFile) -> Vec<String>,
+) {
     let wrong: Vec<_> = files.into_iter().flat_map(|file| rule(&file)).collect();
     fail_if(&wrong, advice);
 }
 
-#[track_caller]
-fn fail_if<T: AsRef<str>>(wrong: &[T], advice: &str) {
-    let list: String = wrong.iter().map(|place| format!("\n  {}", place.as_ref())).collect();
-    assert!(wrong.is_empty(), "{advice}:{list}\n");
-}
-
 /// All Rust sources of the workspace.
-fn sources() -> Vec<File> {
+fn sources() -> Vec<SourceFile> {
     let found: Vec<_> =
         ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["rs"])).collect();
     assert!(found.len() > 40, "the scan for sources finds almost none");
     found
 }
 
-fn documents() -> Vec<File> {
+fn documents() -> Vec<SourceFile> {
     let mut found = files(&root().join("docs"), &["md"]);
     found.extend(top_level(|name| name.ends_with(".md")));
     found
 }
 
-fn texts() -> Vec<File> {
+fn texts() -> Vec<SourceFile> {
     let mut found = sources();
     found.extend(documents());
     found.extend(
@@ -534,55 +579,11 @@ fn texts() -> Vec<File> {
     found
 }
 
-fn top_level(wanted: impl Fn(&str) -> bool) -> Vec<File> {
+fn top_level(wanted: impl Fn(&str) -> bool) -> Vec<SourceFile> {
     let entries = fs::read_dir(root()).expect("the checkout can be listed");
     let names = entries.map(|entry| entry.expect("the checkout can be listed").file_name());
     let names = names.filter_map(|name| name.into_string().ok()).filter(|name| wanted(name));
-    names.map(|name| File { text: read(&root().join(&name)), path: name }).collect()
-}
-
-/// The files beneath `dir` with one of these endings, without what cargo built and npm installed.
-fn files(dir: &Path, endings: &[&str]) -> Vec<File> {
-    let mut found = Vec::new();
-    let mut open = vec![dir.to_path_buf()];
-    while let Some(dir) = open.pop() {
-        let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
-        for entry in entries {
-            let path = entry.expect("a directory entry").path();
-            let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
-            if path.is_dir() && !path.ends_with("target") && !path.ends_with("node_modules") {
-                open.push(path);
-            } else if endings.contains(&ending) {
-                let relative = path.strip_prefix(root()).expect("it lies in the checkout");
-                found.push(File { path: relative.to_string_lossy().into_owned(), text: read(&path) });
-            }
-        }
-    }
-    found.sort_by(|a, b| a.path.cmp(&b.path));
-    found
-}
-
-fn stem(path: &str) -> String {
-    Path::new(path).file_stem().expect("it has a name").to_string_lossy().into_owned()
-}
-
-/// Whether a file holds nothing but tests.
-fn is_test(path: &str) -> bool {
-    let name = stem(path);
-    path.starts_with("tests/")
-        || path.contains("/tests/")
-        || path.contains("/fuzz/")
-        || path.contains("/benches/")
-        || name == "tests"
-        || name == "testing"
-        || name == "suite"
-        || name.ends_with("_tests")
-}
-
-/// The text without the tests at its end.
-fn production_part(text: &str) -> &str {
-    let begins = ["#[cfg(test)]\nmod tests {", "#[cfg(test)]\npub mod tests {"];
-    &text[..begins.iter().filter_map(|begin| text.find(begin)).min().unwrap_or(text.len())]
+    names.map(|name| SourceFile { text: read(&root().join(&name)), path: name }).collect()
 }
 
 /// Whether the line sleeps itself; programs that tests write may do as they like.
@@ -602,25 +603,13 @@ fn code_of(line: &str) -> &str {
 }
 
 /// `path:line: text` of each line that is wanted.
-fn lines_with(file: &File, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+fn lines_with(file: &SourceFile, wanted: impl Fn(&str) -> bool) -> Vec<String> {
     let lines = file.text.lines().enumerate().filter(|(_, line)| wanted(line));
     lines.map(|(at, line)| format!("{}:{}: {}", file.path, at + 1, line.trim())).collect()
 }
 
 fn line_number(found: &str) -> usize {
     found.split(':').nth(1).and_then(|number| number.parse().ok()).expect("a place as `lines_with` prints it")
-}
-
-/// Whether `mark` stands in the line with no letter, digit or underscore in front of it or, if it ends in
-/// one, behind it.
-fn has_word(line: &str, mark: &str) -> bool {
-    let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    line.match_indices(mark).any(|(at, _)| {
-        let before = line[..at].chars().next_back();
-        let after = line[at + mark.len()..].chars().next();
-        let open_end = !mark.ends_with(is_word);
-        !before.is_some_and(is_word) && (open_end || !after.is_some_and(is_word))
-    })
 }
 
 /// Names and lengths of the functions of a formatted file: `rustfmt` puts a function's closing brace below the
@@ -679,13 +668,15 @@ fn manifests() -> Vec<Manifest> {
         if table.contains_key("workspace") {
             continue;
         }
-        let sections = ["dependencies", "dev-dependencies", "build-dependencies"];
+        let sections = ["dependencies", "build-dependencies", "dev-dependencies"];
         let names =
             sections.iter().filter_map(|section| table.get(*section)?.as_table()).flat_map(|t| t.keys());
-        let uses = names.filter_map(|name| name.strip_prefix("nagaya-")).map(str::to_owned).collect();
+        let uses = names.filter_map(|name| name.strip_prefix("nagaya-")).map(str::to_owned);
+        let name = dir.rsplit('/').next().unwrap_or(dir).to_owned();
+        let is_known = |used: &String| TEST_DEPENDENCIES.contains(&(name.as_str(), used.as_str()));
+        let uses = uses.filter(|used| !is_known(used)).collect();
         let lints =
             table.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
-        let name = dir.rsplit('/').next().unwrap_or(dir).to_owned();
         found.push(Manifest { name, uses, lints: lints == Some(true) });
     }
     assert!(found.len() >= DEPENDENCIES.len(), "a crate of DEPENDENCIES is gone");
@@ -703,7 +694,7 @@ fn error_codes() -> BTreeMap<String, String> {
         }
         let text = production_part(&file.text);
         let mut marks = vec!["Code(", "\"NGY"];
-        if file.path == "crates/edge/src/refusal.rs" {
+        if file.path == "crates/edge/src/http/refusal.rs" {
             marks.extend([", ", "valid status code\"), "]);
         }
         for number in marks.iter().flat_map(|mark| numbers_behind(text, mark)) {

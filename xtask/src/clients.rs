@@ -1,5 +1,5 @@
-//! Clients that each wait for one answer before they ask again, over connections of their own: for programs that
-//! take milliseconds, where each request's own time matters.
+//! Clients that each wait for one response before the next request, over connections of their own.
+//! They are for programs that take milliseconds, where each request's own time matters.
 //!
 //! Not here: load that saturates a server (`load` runs wrk).
 
@@ -11,28 +11,28 @@ use anyhow::{Result, anyhow};
 
 use crate::{http, interrupt};
 
-/// Characters of an unwanted answer that are told.
+/// Characters of an unexpected response that are shown.
 const SAID_MAX: usize = 2_000;
 
-/// What many requests came to.
+/// Results of many requests.
 #[derive(Debug, Clone, Default)]
-pub struct Answers {
-    /// Of each request that was answered with 200, from connecting to the last byte, in milliseconds.
+pub struct ClientAnswers {
+    /// Time of each request with a 200 response, from connecting to the last byte, in milliseconds.
     pub times_ms: Vec<f64>,
-    /// Requests that failed or were answered with another status.
+    /// Requests that failed or had another status.
     pub failed: usize,
     /// Why the first of them failed.
     pub why: Option<String>,
-    /// From the first request to the last answer, in seconds.
+    /// From the first request to the last response, in seconds.
     pub seconds: f64,
 }
 
-impl Answers {
+impl ClientAnswers {
     pub fn mean_ms(&self) -> f64 {
         self.times_ms.iter().sum::<f64>() / to_float(self.times_ms.len())
     }
 
-    /// The time that this part of the requests did not exceed, `0.0..=1.0`.
+    /// Returns the time that this part of the requests did not exceed, `0.0..=1.0`.
     pub fn percentile_ms(&self, part: f64) -> f64 {
         let mut sorted = self.times_ms.clone();
         sorted.sort_by(f64::total_cmp);
@@ -47,15 +47,15 @@ impl Answers {
     }
 }
 
-/// What is asked, again and again.
+/// The repeated request.
 #[derive(Debug, Clone)]
-pub struct Question {
+pub struct ClientQuestion {
     pub address: SocketAddr,
     pub host: String,
     pub path: String,
 }
 
-impl Question {
+impl ClientQuestion {
     fn ask(&self) -> Result<f64> {
         let begun = Instant::now();
         let told = |why: String| anyhow!("after {:.1} s: {why}", begun.elapsed().as_secs_f64());
@@ -70,12 +70,12 @@ impl Question {
     }
 }
 
-/// Asks `total` times, at most `at_once` at a time.
-pub fn ask(question: &Question, at_once: usize, total: usize) -> Result<Answers> {
+/// Sends `total` requests, at most `at_once` at a time.
+pub fn ask(question: &ClientQuestion, at_once: usize, total: usize) -> Result<ClientAnswers> {
     let left = AtomicUsize::new(total);
     let take = || left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
     gather(at_once, || {
-        let mut answers = Answers::default();
+        let mut answers = ClientAnswers::default();
         while take() && interrupt::check().is_ok() {
             answers.add(question.ask());
         }
@@ -83,20 +83,20 @@ pub fn ask(question: &Question, at_once: usize, total: usize) -> Result<Answers>
     })
 }
 
-/// Clients that ask in the background until they are told to stop.
-pub struct Background {
+/// Clients that send requests in the background until they are stopped.
+pub struct BackgroundLoad {
     stop: std::sync::Arc<AtomicBool>,
-    threads: Vec<std::thread::JoinHandle<Answers>>,
+    threads: Vec<std::thread::JoinHandle<ClientAnswers>>,
     begun: Instant,
 }
 
-impl Background {
-    pub fn start(question: &Question, at_once: usize) -> Self {
+impl BackgroundLoad {
+    pub fn start(question: &ClientQuestion, at_once: usize) -> Self {
         let stop = std::sync::Arc::new(AtomicBool::new(false));
         let threads = (0..at_once).map(|_| {
             let (stop, question) = (std::sync::Arc::clone(&stop), question.clone());
             std::thread::spawn(move || {
-                let mut answers = Answers::default();
+                let mut answers = ClientAnswers::default();
                 while !stop.load(Ordering::Relaxed) {
                     answers.add(question.ask());
                 }
@@ -106,10 +106,10 @@ impl Background {
         Self { threads: threads.collect(), stop, begun: Instant::now() }
     }
 
-    /// Lets each client take its present answer to the end.
-    pub fn stop(self) -> Result<Answers> {
+    /// Lets each client finish its present request.
+    pub fn stop(self) -> Result<ClientAnswers> {
         self.stop.store(true, Ordering::Relaxed);
-        let mut all = Answers::default();
+        let mut all = ClientAnswers::default();
         for thread in self.threads {
             all.join(thread.join().map_err(|_| anyhow!("a client panicked"))?);
         }
@@ -119,35 +119,37 @@ impl Background {
     }
 }
 
-/// One client that asks at a steady pace, whatever the answers take: what a visitor would see who comes then.
-pub fn ask_steadily(question: &Question, every: Duration, for_time: Duration) -> Result<Answers> {
+/// Runs one client at a steady pace, whatever the response times: as a visitor who comes then would
+/// see it.
+pub fn ask_steadily(question: &ClientQuestion, every: Duration, for_time: Duration) -> Result<ClientAnswers> {
     Ok(ask_steadily_beside(question, every, for_time, || None::<()>)?.all)
 }
 
-/// What one client saw.
+/// Observations of one client.
 #[derive(Debug, Default)]
-pub struct Steady {
-    pub all: Answers,
-    /// Of these those during which something else did not run.
-    pub undisturbed: Answers,
+pub struct SteadyLoad {
+    pub all: ClientAnswers,
+    /// Those of them during which the other work did not run.
+    pub undisturbed: ClientAnswers,
 }
 
-impl Steady {
+impl SteadyLoad {
     pub fn join(&mut self, other: Self) {
         self.all.join(other.all);
         self.undisturbed.join(other.undisturbed);
     }
 }
 
-/// The same beside something that now and then does its work: `at_rest` is another value after each time, and none during it.
+/// Does the same beside other work that runs occasionally. `at_rest` returns another value after
+/// each run, and none during it.
 pub fn ask_steadily_beside<T: PartialEq>(
-    question: &Question,
+    question: &ClientQuestion,
     every: Duration,
     for_time: Duration,
     at_rest: impl Fn() -> Option<T>,
-) -> Result<Steady> {
+) -> Result<SteadyLoad> {
     let begun = Instant::now();
-    let mut seen = Steady::default();
+    let mut seen = SteadyLoad::default();
     let mut due = begun;
     while begun.elapsed() < for_time {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -158,7 +160,7 @@ pub fn ask_steadily_beside<T: PartialEq>(
             seen.undisturbed.add(Ok(*time));
         }
         seen.all.add(answer);
-        // One that was answered late is not followed by a burst.
+        // A late response is not followed by a burst.
         due = (due + every).max(Instant::now());
         interrupt::check()?;
     }
@@ -167,9 +169,9 @@ pub fn ask_steadily_beside<T: PartialEq>(
     Ok(seen)
 }
 
-fn gather(at_once: usize, client: impl Fn() -> Answers + Sync) -> Result<Answers> {
+fn gather(at_once: usize, client: impl Fn() -> ClientAnswers + Sync) -> Result<ClientAnswers> {
     let begun = Instant::now();
-    let mut all = Answers::default();
+    let mut all = ClientAnswers::default();
     std::thread::scope(|scope| -> Result<()> {
         let threads: Vec<_> = (0..at_once).map(|_| scope.spawn(&client)).collect();
         for thread in threads {
@@ -182,7 +184,7 @@ fn gather(at_once: usize, client: impl Fn() -> Answers + Sync) -> Result<Answers
     Ok(all)
 }
 
-impl Answers {
+impl ClientAnswers {
     fn add(&mut self, time_ms: Result<f64>) {
         match time_ms {
             Ok(time) => self.times_ms.push(time),
@@ -214,7 +216,7 @@ mod tests {
 
     #[test]
     fn percentiles_of_few_and_of_many() {
-        let of = |times: &[f64]| Answers { times_ms: times.to_vec(), ..Answers::default() };
+        let of = |times: &[f64]| ClientAnswers { times_ms: times.to_vec(), ..ClientAnswers::default() };
         assert_eq!(of(&[3.0, 1.0, 2.0]).percentile_ms(0.5), 2.0);
         assert_eq!(of(&[3.0, 1.0, 2.0]).percentile_ms(1.0), 3.0);
         assert!(of(&[]).percentile_ms(0.5).is_nan());

@@ -1,7 +1,9 @@
-//! `./dev conformance`: what other projects' tests of HTTP make of the node, and what `vendor/h2` differs in from h2 of crates.io.
+//! `./dev conformance`: other projects' tests of HTTP, run against the node, and the differences of
+//! `vendor/h2` from h2 of crates.io.
 //!
-//! Cargo and Go fetch what is pinned in `tests/conformance`, and check its sums. It is built and kept in `target/conformance`. Not here: the
-//! tests (`tests/tests/e2e/conformance.rs`) and the tables of their results (`tests/conformance`).
+//! Cargo and Go fetch the pinned sources of `tests/conformance`, and check their sums. They are
+//! built and kept in `target/conformance`. Not here: the tests (`tests/tests/e2e/conformance.rs`)
+//! and the tables of their results (`tests/conformance`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,10 +14,10 @@ use serde_json::Value;
 
 use crate::workspace::{self, Build, PACKAGES};
 
-/// Where the tests look for the sources.
+/// Variable with the directory of the sources.
 pub const DIRECTORY_VARIABLE: &str = "NAGAYA_CONFORMANCE";
 
-/// Files with messages: the package, the file in it, and the name by which the tests know it.
+/// Files with messages: the package, the file in it, and its name for the tests.
 const MESSAGES: [(&str, &str, &str); 2] =
     [("http-muncher", "http-parser/test.c", "http_parser_test.c"), ("httparse", "src/lib.rs", "httparse.rs")];
 
@@ -39,10 +41,11 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Fetches and builds what the tests need, and says where it is. Needs a network the first time alone: `None`, and says why, without.
+/// Fetches and builds the parts that the tests need, and returns where they are. It needs a network
+/// only the first time. `None`, with a message, without one.
 ///
 /// # Errors
-/// If `vendor/h2` is not what it says it is.
+/// Fails if `vendor/h2` differs from its description.
 pub fn prepare() -> Result<Option<PathBuf>> {
     let unprepared = |error: anyhow::Error| println!("conformance: {error:#}");
     let packages = match packages() {
@@ -77,7 +80,7 @@ fn build(packages: &[Value]) -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// A command that writes as the owner of the checkout.
+/// Returns a command that writes as the owner of the checkout.
 fn as_builder(program: &str) -> Command {
     match std::env::var("NAGAYA_BUILDER").ok().filter(|user| !user.is_empty()) {
         None => Command::new(program),
@@ -89,7 +92,7 @@ fn as_builder(program: &str) -> Command {
     }
 }
 
-/// What cargo knows of the pinned packages. It fetches what is missing.
+/// Returns cargo's data on the pinned packages. It fetches missing ones.
 fn packages() -> Result<Vec<Value>> {
     let ask = |more: &[&str]| {
         workspace::cargo_as_builder()
@@ -115,11 +118,12 @@ fn source_of(packages: &[Value], name: &str) -> Result<PathBuf> {
     Ok(directory.with_context(|| format!("no package '{name}' in tests/conformance/sources"))?.to_path_buf())
 }
 
-/// Fails if `vendor/h2` differs from the released h2 in more, or in less, than its patch says.
+/// Fails if the differences of `vendor/h2` from the released h2 are more, or fewer, than its patch
+/// says.
 fn compare_vendored(released: &Path) -> Result<()> {
     let vendored = workspace::root().join("vendor/h2");
     let output = Command::new("diff")
-        // The tests of h2 are not taken along.
+        // The tests of h2 are left out.
         .args(["--recursive", "--unified", "--exclude=test"])
         .args([released.join("src"), vendored.join("src")])
         .output()
@@ -128,7 +132,7 @@ fn compare_vendored(released: &Path) -> Result<()> {
     let text = String::from_utf8_lossy(&output.stdout)
         .replace(&*released.to_string_lossy(), "a")
         .replace(&*vendored.to_string_lossy(), "b");
-    // Without the times of files, and the call of each comparison.
+    // Without file times, and without the command line of each comparison.
     let lines = text.lines().filter(|line| !line.starts_with("diff ")).map(|line| {
         let is_name = line.starts_with("--- ") || line.starts_with("+++ ");
         line.split('\t').next().filter(|_| is_name).unwrap_or(line)

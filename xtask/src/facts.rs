@@ -1,4 +1,4 @@
-//! The machine an experiment ran on: processor, kernel, memory, versions of every program, date and commit.
+//! The machine of an experiment: CPU, kernel, memory, versions of every program, date and commit.
 //!
 //! Not here: measured numbers; `report` writes both into one file.
 
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use crate::workspace;
 
-/// Facts that make a number comparable. What cannot be found out is `null`, never guessed.
+/// Returns facts that make a number comparable. An unknown fact is `null`, never guessed.
 pub fn gather() -> Map<String, Value> {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu =
@@ -33,7 +33,7 @@ pub fn gather() -> Map<String, Value> {
     facts
 }
 
-/// Cores this program may use.
+/// Returns the cores that this program may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, Into::into)
 }
@@ -53,12 +53,15 @@ fn versions() -> Value {
         "crun": first_line("crun", &["--version"]),
         "runc": first_line("runc", &["--version"]),
         "wrk": first_line("wrk", &["-v"]),
+        "h2load": first_line("h2load", &["--version"]),
+        "node": first_line("node", &["--version"]),
+        "java": first_line("java", &["--version"]),
         "rustc": first_line("rustc", &["--version"]),
         "dokuwiki": first_line("dpkg-query", &["-W", "-f", "${Version}", "dokuwiki"]),
     })
 }
 
-/// The commit that was built, with a mark if files differ from it.
+/// Returns the built commit, with a mark if files differ from it.
 fn commit() -> Option<String> {
     let root = workspace::root();
     let git = |arguments: &[&str]| {
@@ -75,7 +78,7 @@ fn read_trimmed(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
 
-/// The first line a program prints, on whichever output it chose.
+/// Returns the first line that a program prints, on either output.
 fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok()?;
     let text = [output.stdout, output.stderr].concat();

@@ -1,8 +1,9 @@
-//! `./dev fuzz`: parsers that read what others wrote, given to libFuzzer for seconds or for hours.
+//! `./dev fuzz`: parsers of outside input, given to libFuzzer for seconds or for hours.
 //!
-//! The stable compiler gives coverage: `fuzz/rustc.sh` adds it to our own crates, and dependencies are those of other builds.
-//! Inputs that were found are kept in `.dev/fuzz/TARGET`, and what a target failed on in `.dev/fuzz/failed`. Not here: the
-//! targets (`fuzzing` in each crate), their inputs as tests (`fuzz/`).
+//! The stable compiler gives coverage. `fuzz/rustc.sh` adds it to our own crates, and dependencies
+//! are those of other builds. Found inputs are kept in `.dev/fuzz/TARGET`, and failing ones in
+//! `.dev/fuzz/failed`. Not here: the targets (`fuzzing` in each crate), their inputs as tests
+//! (`fuzz/`).
 
 use std::collections::VecDeque;
 use std::fs;
@@ -15,22 +16,23 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::workspace::{self, PACKAGES};
 
-/// How long each target runs by `--quick`, and by itself unless told otherwise. Seconds.
+/// Seconds for which each target runs with `--quick`, and by default.
 const QUICK_SECONDS: u32 = 3;
 const LONG_SECONDS: u32 = 3600;
 
-/// Longest input, bytes. What is longer takes other ways only where a bound ends it.
+/// Longest input, bytes. A longer one takes other paths only where a limit ends it.
 const INPUT_LEN_MAX: u32 = 8192;
 
-/// Longest time for one input, seconds, and most memory of one target, MiB: beyond them it has failed.
+/// Longest time for one input, seconds, and most memory of one target, MiB: above them it has
+/// failed.
 const INPUT_SECONDS_MAX: u32 = 20;
 const MEMORY_MIB_MAX: u32 = 2048;
 
-/// Lines of a failed target's words that are shown.
+/// Lines of a failed target's output that are shown.
 const WORDS_MAX: usize = 40;
 
-struct Asked {
-    /// Of these alone; empty: of all.
+struct FuzzArgs {
+    /// Chosen targets; empty means all.
     targets: Vec<String>,
     seconds: u32,
     is_quick: bool,
@@ -53,8 +55,8 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     fuzz_all(&program, targets, asked.seconds)
 }
 
-fn read_arguments(arguments: &[String]) -> Result<Asked> {
-    let mut asked = Asked { targets: Vec::new(), seconds: LONG_SECONDS, is_quick: false };
+fn read_arguments(arguments: &[String]) -> Result<FuzzArgs> {
+    let mut asked = FuzzArgs { targets: Vec::new(), seconds: LONG_SECONDS, is_quick: false };
     let mut words = arguments.iter();
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -72,7 +74,8 @@ fn read_arguments(arguments: &[String]) -> Result<Asked> {
     Ok(asked)
 }
 
-/// Builds all targets as one program. `is_quick`: with the dependencies of `cargo build`, which are not optimised.
+/// Builds all targets as one program. `is_quick` uses the dependencies of `cargo build`, which are
+/// not optimised.
 fn build(is_quick: bool) -> Result<PathBuf> {
     let profile = if is_quick { "dev" } else { "fuzz" };
     let status = workspace::cargo_as_builder_with(&[(
@@ -98,7 +101,7 @@ fn list(program: &Path) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// As many at once as there are processors.
+/// Runs them all, as many at once as there are CPUs.
 fn fuzz_all(program: &Path, targets: Vec<String>, seconds: u32) -> Result<ExitCode> {
     let count = targets.len();
     let (waiting, failed) = (Mutex::new(VecDeque::from(targets)), Mutex::new(Vec::new()));
@@ -131,7 +134,7 @@ fn fuzz_all(program: &Path, targets: Vec<String>, seconds: u32) -> Result<ExitCo
     Ok(ExitCode::FAILURE)
 }
 
-/// False: the target failed.
+/// Returns false if the target failed.
 fn fuzz_one(program: &Path, name: &str, seconds: u32) -> Result<bool> {
     let directory = workspace::cache_dir().join("fuzz");
     let (found, seeds, failed) =
@@ -157,7 +160,7 @@ fn fuzz_one(program: &Path, name: &str, seconds: u32) -> Result<bool> {
     Ok(output.status.success())
 }
 
-/// One line for a target that held, its last words for one that failed.
+/// Prints one line for a target that passed, its last output for one that failed.
 fn tell(name: &str, output: &Output) {
     let words = String::from_utf8_lossy(&output.stderr);
     let lines: Vec<&str> = words.lines().collect();

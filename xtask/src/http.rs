@@ -1,6 +1,7 @@
-//! One plain GET over TCP: enough to see that a server serves the right bytes before it is measured.
+//! One plain GET over TCP: enough to check that a server serves the right bytes before the
+//! measurement.
 //!
-//! Not here: load (`load` runs wrk) and anything a browser does (the demo's check uses curl).
+//! Not here: load (`load` runs wrk) and browser behaviour (the demo's check uses curl).
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -8,42 +9,48 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Longer silence than this is a failure, not a slow server. Twenty programs that share a fifth of a core keep a client
-/// waiting for half a minute.
+/// Longer silence than this is a failure, not a slow server. Twenty programs that share a fifth of
+/// a core delay a client by half a minute.
 const SILENCE_MAX: Duration = Duration::from_secs(300);
 
-/// Largest answer read, in bytes: above the largest file that experiments serve.
+/// Largest response read, in bytes: above the largest file of the experiments.
 const ANSWER_MAX: u64 = 8 << 20;
 
-/// Longest head of an answer, in bytes, as most servers bound it.
+/// Longest header section of a response, in bytes, a common limit of servers.
 const HEAD_MAX: usize = 256 << 10;
 
-/// Status and body of one GET with `Connection: close`. Chunked bodies come as they are on the wire.
+/// Returns status and body of one GET with `Connection: close`. Chunked bodies come as they are on
+/// the wire.
 pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)> {
     visit(address, host, path).map(|visit| (visit.status, visit.body))
 }
 
-/// An answer, and when it came.
+/// A response, and its times.
 #[derive(Debug, Clone)]
-pub struct Visit {
+pub struct HttpVisit {
     pub status: u16,
     /// Status line and fields.
     pub head: String,
     /// As it is on the wire.
     pub body: Vec<u8>,
-    /// From before connecting to the first byte of the answer.
+    /// From before connecting to the first byte of the response.
     pub first_byte_ms: f64,
     /// To the last byte.
     pub whole_ms: f64,
 }
 
-/// One GET with `Connection: close`, timed.
-pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<Visit> {
+/// Sends one GET with `Connection: close`, timed.
+pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<HttpVisit> {
+    exchange(address, &format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"))
+}
+
+/// Sends one request in its wire form, which asks to close the connection; timed.
+pub fn exchange(address: SocketAddr, request: &str) -> Result<HttpVisit> {
     let begun = Instant::now();
     let since = || begun.elapsed().as_secs_f64() * 1e3;
     let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
     stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").context("sending")?;
+    stream.write_all(request.as_bytes()).context("sending")?;
     let mut answer = vec![0; 16 << 10];
     let first = stream.read(&mut answer).context("receiving")?;
     let first_byte_ms = since();
@@ -53,10 +60,10 @@ pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<Visit> {
     let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     let status = head.split(' ').nth(1).and_then(|s| s.parse().ok()).context("an answer without a status")?;
-    Ok(Visit { status, head, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
+    Ok(HttpVisit { status, head, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
 }
 
-/// What a head says that something took, in milliseconds: `Server-Timing: METRIC;dur=1.5`.
+/// Returns a time in a header section, in milliseconds: `Server-Timing: METRIC;dur=1.5`.
 pub fn server_timing(head: &str, metric: &str) -> Option<f64> {
     server_timings(head).flat_map(|field| field.split(',')).find_map(|entry| {
         let mut parts = entry.split(';').map(str::trim);
@@ -65,7 +72,7 @@ pub fn server_timing(head: &str, metric: &str) -> Option<f64> {
     })
 }
 
-/// The values of all `Server-Timing` fields of a head.
+/// Returns the values of all `Server-Timing` fields of a header section.
 pub fn server_timings(head: &str) -> impl Iterator<Item = &str> {
     head.lines().skip(1).filter_map(|line| {
         let (found, value) = line.split_once(':')?;
@@ -73,7 +80,7 @@ pub fn server_timings(head: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Like `get`, but anything other than 200 is an error that says what came.
+/// Like `get`, but anything other than 200 is an error with the response.
 pub fn get_ok(address: SocketAddr, host: &str, path: &str) -> Result<Vec<u8>> {
     let (status, body) =
         get(address, host, path).with_context(|| format!("GET http://{host}{path} at {address}"))?;
@@ -82,7 +89,7 @@ pub fn get_ok(address: SocketAddr, host: &str, path: &str) -> Result<Vec<u8>> {
     Ok(body)
 }
 
-/// Reads an answer with 200 to its end without keeping it, and says how long its body was.
+/// Reads a 200 response to its end without keeping it, and returns the length of its body.
 pub fn drain(address: SocketAddr, host: &str, path: &str) -> Result<u64> {
     let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
     stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
@@ -107,8 +114,8 @@ pub fn drain(address: SocketAddr, host: &str, path: &str) -> Result<u64> {
     }
 }
 
-/// A loopback address that was free a moment ago. Whoever binds it next has it; the caller starts its server
-/// at once, and a server that lost the race says so in its log.
+/// Returns a loopback address that was free a moment ago. The next process to bind it has it. The
+/// caller starts its server at once, and a server that lost the race says so in its log.
 pub fn free_address() -> Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("looking for a free port")?;
     listener.local_addr().context("asking for the port")

@@ -1,4 +1,5 @@
-//! Ctrl-C and SIGTERM as a question that long work asks, so that every guard still runs and nothing is left.
+//! Ctrl-C and SIGTERM as a flag that long work checks, so that every guard still runs and nothing
+//! is left.
 //!
 //! Not here: stopping the servers; the guards of `process` do that while the error travels up.
 
@@ -13,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 static ASKED: AtomicBool = AtomicBool::new(false);
 static WAKE: OnceLock<Mutex<Receiver<()>>> = OnceLock::new();
 
-/// From here on the two signals no longer end the process.
+/// Makes the two signals no longer end the process.
 pub fn install() -> Result<()> {
     let (sender, receiver) = channel();
     WAKE.get_or_init(|| Mutex::new(receiver));
@@ -35,16 +36,17 @@ pub fn install() -> Result<()> {
                 _ = terminate.recv() => {}
             }
             ASKED.store(true, Ordering::SeqCst);
-            // A closed channel means that nobody waits any more.
+            // A closed channel means that nothing waits any more.
             drop(sender);
-            // The handlers stay in place, so that an impatient second Ctrl-C does not cut the cleaning short.
+            // The handlers stay in place, so that an impatient second Ctrl-C does not interrupt the
+            // clean-up.
             std::future::pending::<()>().await;
         });
     });
     Ok(())
 }
 
-/// An error once somebody asked to stop.
+/// Fails once an interrupt came.
 pub fn check() -> Result<()> {
     if ASKED.load(Ordering::SeqCst) {
         bail!("interrupted");
@@ -52,7 +54,7 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// Waits at most so long; true as soon as somebody asks to stop.
+/// Waits at most this long; returns true as soon as an interrupt comes.
 pub fn wait(timeout: Duration) -> bool {
     let Some(receiver) = WAKE.get() else {
         std::thread::sleep(timeout);

@@ -1,6 +1,8 @@
-//! `./dev lint`: formatting, clippy, house style and licences; and the generated pages of the documentation.
+//! `./dev lint`: formatting, clippy, house style and licences; and the generated pages of the
+//! documentation.
 //!
-//! Not here: the rules themselves (`Cargo.toml`, `clippy.toml`, `deny.toml`, `tests/tests/tidy.rs`).
+//! Not here: the rules themselves (`Cargo.toml`, `clippy.toml`, `deny.toml`,
+//! `tests/tests/tidy.rs`, `house.rs`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,6 +10,8 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::measurements;
+use crate::test::STYLE;
 use crate::workspace::{self, PACKAGES};
 
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
@@ -17,7 +21,7 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let checks: [(&str, &[&str]); 4] = [
         ("formatting", &["fmt", "--all", "--check"]),
         ("clippy", &["clippy", "--quiet", PACKAGES, "--all-targets", "--", "-D", "warnings"]),
-        ("house style", &["test", "--quiet", PACKAGES, "--test", "tidy"]),
+        ("house style", &["test", "--quiet", PACKAGES, "--test", STYLE[0], "--test", STYLE[1]]),
         ("licences and sources", &["deny", "--log-level", "error", "check", "licenses", "bans", "sources"]),
     ];
     let mut failed = Vec::new();
@@ -40,13 +44,15 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Whether each build in this environment compiles our crates by clippy, which is the compiler with more warnings.
+/// Returns whether each build in this environment compiles our crates with clippy, which is the
+/// compiler with more warnings.
 fn is_compiled_by_clippy() -> bool {
     let wrapper = std::env::var_os("RUSTC_WORKSPACE_WRAPPER").map(PathBuf::from);
     wrapper.is_some_and(|wrapper| wrapper.file_name().is_some_and(|name| name == "clippy-driver"))
 }
 
-/// Prints what the compiler has said of everything that was built. Cargo keeps that, and compiles only what was not built yet.
+/// Prints the compiler's messages about everything that was built. Cargo keeps them, and compiles
+/// only what was not built yet.
 fn has_no_warning() -> Result<bool> {
     let output = workspace::cargo()
         .args(["build", "--quiet", PACKAGES, "--all-targets", "--message-format=json"])
@@ -69,8 +75,9 @@ fn has_tool(verb: &str) -> bool {
     Command::new("cargo").args([verb, "--version"]).output().is_ok_and(|output| output.status.success())
 }
 
-/// The pages that are made from tables in the program: `docs/configuration.md`, `docs/rules-compatibility.md`,
-/// `docs/header-fields.md`.
+/// Writes the pages that are made from tables in the program: `docs/configuration.md`,
+/// `docs/rules-compatibility.md` and `docs/header-fields.md`. Writes `docs/measurements.md` from
+/// files.
 pub fn write_generated_pages() -> Result<()> {
     let output = workspace::cargo()
         .args(["run", "--quiet", "--package", "nagaya", "--", "config", "reference"])
@@ -83,10 +90,12 @@ pub fn write_generated_pages() -> Result<()> {
     tell(&path, &old)?;
 
     write_by_test("docs/rules-compatibility.md", "nagaya-rules")?;
-    write_by_test("docs/header-fields.md", "nagaya-edge")
+    write_by_test("docs/header-fields.md", "nagaya-edge")?;
+    measurements::write_page()
 }
 
-/// The test that compares a page with its table is what writes it, too: the program itself has no use for it.
+/// Writes a page with the test that compares it with its table: the program itself does not need
+/// that.
 fn write_by_test(page: &str, package: &str) -> Result<()> {
     let path = workspace::root().join(page);
     let old = fs::read(&path).unwrap_or_default();

@@ -1,9 +1,9 @@
-//! Load from wrk: closed loop, HTTP/1.1 keep-alive, one number per question we ask.
+//! Load from wrk: closed loop, HTTP/1.1 keep-alive, one number per question.
 //!
-//! Not here: what is asked of which server (`experiment`), medians and ratios (`report`).
+//! Not here: the requests to each server (`experiment`), medians and ratios (`report`).
 //!
-//! wrk runs two threads for its 100 connections on every machine, whatever the server: it shares the cores with
-//! what it measures, so its own cost dilutes every ratio the same way, towards 1.
+//! wrk runs two threads for its 100 connections on every machine, whatever the server. It shares
+//! the cores with the measured server, so its own cost dilutes every ratio the same way, towards 1.
 
 use std::io::Write as _;
 use std::net::SocketAddr;
@@ -14,39 +14,42 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::interrupt;
 
-/// How wrk asks.
+/// Parameters of wrk.
 #[derive(Debug, Clone)]
-pub struct Load {
+pub struct LoadSettings {
     pub connections: u32,
     pub duration: Duration,
 }
 
-/// What is asked for: one path on one host, or on many hosts in turn.
+/// The request: one path on one host, or on many hosts in turn.
 #[derive(Debug, Clone)]
-pub struct Target {
+pub struct LoadTarget {
     pub hosts: Vec<String>,
     pub path: String,
-    /// Size of the right answer's body, in bytes; an answer of another size makes the run an error.
+    /// Size of the right response's body, in bytes; a response of another size makes the run an
+    /// error.
     pub body_bytes: std::ops::RangeInclusive<u64>,
 }
 
 /// One run's outcome.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Outcome {
+pub struct LoadOutcome {
     pub requests: f64,
     pub rps: f64,
     pub p50_ms: f64,
     pub p99_ms: f64,
     pub max_ms: f64,
-    /// Received, heads included.
+    /// Received, header sections included.
     pub mib_per_second: f64,
 }
 
-/// Response heads are counted by wrk as well; none of the servers sends a larger one here.
+/// Largest header section of a response: wrk counts them, too, and no server here sends a larger
+/// one.
 const HEAD_BYTES_MAX: u64 = 2_000;
 
-/// Runs wrk once. Any failed request, any status above 399 and any body of the wrong size is an error.
-pub fn run(address: SocketAddr, target: &Target, load: &Load) -> Result<Outcome> {
+/// Runs wrk once. Any failed request, any status above 399 and any body of the wrong size is an
+/// error.
+pub fn run(address: SocketAddr, target: &LoadTarget, load: &LoadSettings) -> Result<LoadOutcome> {
     interrupt::check()?;
     let mut script =
         tempfile::Builder::new().suffix(".lua").tempfile().context("making a file for wrk's script")?;
@@ -69,8 +72,9 @@ pub fn run(address: SocketAddr, target: &Target, load: &Load) -> Result<Outcome>
         .with_context(|| format!("load on http://{}{} at {address}", target.hosts[0], target.path))
 }
 
-/// The script: prints exact numbers at the end and, for many hosts, sends requests prepared at the start.
-fn lua(target: &Target) -> String {
+/// Returns the script: it prints exact numbers at the end and, for many hosts, sends requests
+/// prepared at the start.
+fn lua(target: &LoadTarget) -> String {
     let mut script = String::new();
     if target.hosts.len() > 1 {
         script.push_str("local hosts = {");
@@ -96,7 +100,7 @@ fn lua(target: &Target) -> String {
 }
 
 /// Reads the script's line.
-fn outcome(text: &str, target: &Target) -> Result<Outcome> {
+fn outcome(text: &str, target: &LoadTarget) -> Result<LoadOutcome> {
     let line = text.lines().find_map(|l| l.strip_prefix("outcome ")).context("wrk printed no outcome")?;
     let numbers: Vec<f64> =
         line.split(' ').map(str::parse).collect::<Result<_, _>>().context("numbers in wrk's outcome")?;
@@ -112,7 +116,7 @@ fn outcome(text: &str, target: &Target) -> Result<Outcome> {
              {status} answers with a status above 399, of {requests}"
         );
     }
-    // wrk counts the bytes of answers still under way when time is up, but not those answers.
+    // wrk counts the bytes of responses in progress at the end, but not those responses.
     let size = bytes / requests;
     let (least, most) =
         (to_float(*target.body_bytes.start()), to_float(*target.body_bytes.end() + HEAD_BYTES_MAX));
@@ -122,7 +126,7 @@ fn outcome(text: &str, target: &Target) -> Result<Outcome> {
         target.body_bytes
     );
     let seconds = duration_us / 1e6;
-    Ok(Outcome {
+    Ok(LoadOutcome {
         requests,
         rps: requests / seconds,
         p50_ms: p50_us / 1e3,
@@ -141,8 +145,8 @@ fn to_float(bytes: u64) -> f64 {
 mod tests {
     use super::*;
 
-    fn target() -> Target {
-        Target { hosts: vec!["a.example".into()], path: "/".into(), body_bytes: 14..=14 }
+    fn target() -> LoadTarget {
+        LoadTarget { hosts: vec!["a.example".into()], path: "/".into(), body_bytes: 14..=14 }
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! What `./dev` calls: tests, conformance, fuzzing, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
+//! The tasks of `./dev`: tests, conformance, fuzzing, lints, the demo, clusters on one machine and
+//! the experiments. `./dev` installs packages and builds this.
 //!
 //! Not here: anything that ships; nothing depends on this program.
 
@@ -10,25 +11,28 @@ mod experiment;
 mod facts;
 mod fuzz;
 mod guest;
+mod h2load;
 mod http;
 mod huge_pages;
 mod interrupt;
 mod lab;
 mod lint;
 mod load;
+mod measurements;
 mod plot;
 mod process;
 mod report;
 mod server;
 mod swap;
 mod test;
+mod test_sum;
 mod workspace;
 
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 
-/// The program's own allocator: experiments that measure a part alone measure it as the program has it.
+/// nagaya's own allocator: experiments that measure a part alone use the same one.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -54,7 +58,10 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
         "docs" => lint::write_generated_pages().map(|()| ExitCode::SUCCESS),
         "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),
         "cluster" => lab::run(rest),
-        "experiment" => experiment::run(rest).map(|()| ExitCode::SUCCESS),
+        "experiment" if rest.first().is_some_and(|word| word == "--report") => {
+            measurements::run(rest).map(|()| ExitCode::SUCCESS)
+        }
+        "experiment" => experiment::registry::run(rest).map(|()| ExitCode::SUCCESS),
         other => bail!("unknown verb '{other}': see ./dev"),
     }
 }

@@ -1,8 +1,8 @@
 //! Plots as SVG text: panels of bars with whiskers, readable without the numbers beside them.
 //!
-//! Not here: what is plotted; experiments build the panels from their report.
+//! Not here: the plotted values; experiments build the panels from their report.
 
-/// One picture: a title, a line that says how it was measured, panels side by side.
+/// One picture: a title, a line on the method, panels side by side.
 #[derive(Debug, Clone)]
 pub struct Chart {
     pub title: String,
@@ -18,7 +18,7 @@ pub struct Panel {
     pub bars: Vec<Bar>,
 }
 
-/// Many values one after the other, each curve with axes of its own.
+/// Many values one after the other, each curve with its own axes.
 #[derive(Debug, Clone)]
 pub struct Curves {
     pub title: String,
@@ -54,7 +54,7 @@ const PANELS_PER_ROW: usize = 3;
 const CURVE_WIDTH: f64 = 420.0;
 const CURVES_PER_ROW: usize = 2;
 
-/// nagaya in the strong colour, everybody else in quiet ones, so that one glance finds it.
+/// nagaya in the strong colour, all others in quiet ones, so that it is found at once.
 const OWN_COLOUR: &str = "#c2410c";
 const PEER_COLOURS: [&str; 6] = ["#475569", "#64748b", "#94a3b8", "#7c8ba1", "#b0bccb", "#556274"];
 
@@ -117,7 +117,7 @@ impl Curve {
     }
 }
 
-/// Lines and numbers up to a round value above `most`. Returns the height of one unit.
+/// Draws lines and numbers up to a round value above `most`. Returns the height of one unit.
 fn axis(svg: &mut String, (left, right): (f64, f64), bottom: f64, most: f64) -> f64 {
     let step = tick_step(most);
     let ticks = (most / step).ceil().max(1.0);
@@ -133,7 +133,7 @@ fn axis(svg: &mut String, (left, right): (f64, f64), bottom: f64, most: f64) -> 
     scale
 }
 
-/// The head of a picture and its titles.
+/// Returns the head of a picture and its titles.
 fn begin(width: f64, height: f64, title: &str, subtitle: &str) -> String {
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" \
@@ -212,7 +212,8 @@ fn escape(content: &str) -> String {
     content.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// 1, 2 or 5 times a power of ten, so that an axis to `most` has between four and eight steps with head room.
+/// Returns 1, 2 or 5 times a power of ten. An axis to `most` then has between four and eight steps
+/// with head room.
 fn tick_step(most: f64) -> f64 {
     if most <= 0.0 {
         return 1.0;

@@ -1,6 +1,6 @@
-//! A started server with all its descendants: what memory and CPU time they use, and that they end.
+//! A started server with all its descendants: their memory and CPU time, and their end.
 //!
-//! Not here: which server with which configuration; see `server`.
+//! Not here: the servers and their configuration; see `server`.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -13,23 +13,23 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::interrupt;
 
-/// How long a server may take to end after SIGTERM before it is killed.
+/// Time for a server to end after SIGTERM before it is killed.
 const STOP_MAX: Duration = Duration::from_secs(20);
 
-/// How often a condition that nothing announces is looked at again.
+/// Interval of checks of a condition that nothing announces.
 const POLL: Duration = Duration::from_millis(5);
 
-/// One server: its first process and whatever that started. Ends with this value.
+/// One server: its first process and its descendants. Ends with this value.
 #[derive(Debug)]
-pub struct Process {
+pub struct RunningProcess {
     child: Child,
     what: String,
     log: PathBuf,
 }
 
-impl Process {
-    /// Starts `command` with its output in `log`. If this program dies without a chance to clean up, the
-    /// kernel sends the server SIGTERM (`setpriv --pdeathsig`).
+impl RunningProcess {
+    /// Starts `command` with its output in `log`. If this program dies without a chance to clean
+    /// up, the kernel sends the server SIGTERM (`setpriv --pdeathsig`).
     pub fn start(what: &str, command: &[String], log: &Path) -> Result<Self> {
         let output = File::create(log).with_context(|| format!("creating {}", log.display()))?;
         let errors = output.try_clone().context("sharing the log between both outputs")?;
@@ -39,15 +39,16 @@ impl Process {
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(errors)
-            // Ctrl-C in the terminal is for this program; it then stops its servers in order. wrk and curl
-            // are not started here and do get it.
+            // Ctrl-C in the terminal is for this program; it then stops its servers in order. This
+            // does not start wrk and curl, which do get it.
             .process_group_zero()
             .spawn()
             .with_context(|| format!("starting {what} ({})", command.join(" ")))?;
         Ok(Self { child, what: what.into(), log: log.into() })
     }
 
-    /// Waits until `ready` says so; an error with the end of the log if the server ends first or `limit` passes.
+    /// Waits until `ready` returns true. Fails with the end of the log if the server ends first or
+    /// `limit` passes.
     pub fn wait_until(&mut self, limit: Duration, mut ready: impl FnMut() -> bool) -> Result<()> {
         let begun = Instant::now();
         while !ready() {
@@ -67,7 +68,8 @@ impl Process {
         self.child.id()
     }
 
-    /// Proportional set size of all its processes, in MiB: shared pages are counted once.
+    /// Returns the proportional set size of all its processes, in MiB: shared pages are counted
+    /// once.
     pub fn memory_mib(&self) -> Result<f64> {
         let mut kib = 0.0;
         for pid in tree(self.pid()) {
@@ -81,24 +83,27 @@ impl Process {
         Ok(kib / 1024.0)
     }
 
-    /// CPU time of all its living processes and of the dead ones they waited for, in seconds.
+    /// Returns the CPU time of all its living processes and of the dead ones they waited for, in
+    /// seconds.
     pub fn cpu_seconds(&self) -> f64 {
-        let ticks: u64 =
-            tree(self.pid()).into_iter().filter_map(|pid| Stat::read(pid).map(|stat| stat.ticks)).sum();
+        let ticks: u64 = tree(self.pid())
+            .into_iter()
+            .filter_map(|pid| ProcessStat::read(pid).map(|stat| stat.ticks))
+            .sum();
         seconds(ticks)
     }
 
-    /// Where all it prints goes.
+    /// Returns the path of its output.
     pub fn log_path(&self) -> &Path {
         &self.log
     }
 
-    /// To its first process; nothing if that has ended.
+    /// Signals its first process; does nothing if that has ended.
     pub fn signal(&mut self, signal: Signal) {
         send(self.pid(), signal, &mut self.child);
     }
 
-    /// The last lines of what it printed.
+    /// Returns the last lines of its output.
     pub fn log_end(&self) -> String {
         const LINES: usize = 30;
         let text = fs::read_to_string(&self.log).unwrap_or_default();
@@ -106,16 +111,18 @@ impl Process {
         lines[lines.len().saturating_sub(LINES)..].join("\n")
     }
 
-    /// True while the first process runs.
+    /// Returns true while the first process runs.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Ends the server and names the processes it left behind (which are killed).
+    /// Ends the server and returns its leftover processes (which are killed).
     pub fn stop(&mut self) -> Vec<String> {
         let family = tree(self.pid());
-        let family: Vec<(u32, u64)> =
-            family.into_iter().filter_map(|pid| Stat::read(pid).map(|stat| (pid, stat.start))).collect();
+        let family: Vec<(u32, u64)> = family
+            .into_iter()
+            .filter_map(|pid| ProcessStat::read(pid).map(|stat| (pid, stat.start)))
+            .collect();
         send(self.pid(), Signal::TERM, &mut self.child);
         let begun = Instant::now();
         while self.is_alive() && begun.elapsed() < STOP_MAX {
@@ -129,7 +136,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for RunningProcess {
     fn drop(&mut self) {
         if self.is_alive() {
             self.stop();
@@ -147,7 +154,7 @@ impl OwnGroup for Command {
     }
 }
 
-/// Signals a child that was not yet waited for: its pid cannot belong to anybody else.
+/// Signals a child that was not yet waited for: its pid cannot belong to another process.
 fn send(pid: u32, signal: Signal, child: &mut Child) {
     if matches!(child.try_wait(), Ok(None))
         && let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw)
@@ -157,7 +164,7 @@ fn send(pid: u32, signal: Signal, child: &mut Child) {
     }
 }
 
-/// Those of `family` that still run (same pid, same start time): named, then killed.
+/// Returns those of `family` that still run (same pid, same start time), and kills them.
 fn leftovers(family: &[(u32, u64)]) -> Vec<String> {
     /// Children of a server may need a moment to notice that it is gone.
     const GRACE: Duration = Duration::from_secs(2);
@@ -165,7 +172,9 @@ fn leftovers(family: &[(u32, u64)]) -> Vec<String> {
     loop {
         let left: Vec<u32> = family
             .iter()
-            .filter(|(pid, start)| Stat::read(*pid).is_some_and(|s| s.start == *start && s.state != 'Z'))
+            .filter(|(pid, start)| {
+                ProcessStat::read(*pid).is_some_and(|s| s.start == *start && s.state != 'Z')
+            })
             .map(|(pid, _)| *pid)
             .collect();
         if left.is_empty() {
@@ -186,12 +195,12 @@ fn name_and_kill(pid: u32) -> String {
     format!("{pid} {command}")
 }
 
-/// `root` and all its descendants.
+/// Returns `root` and all its descendants.
 pub fn tree(root: u32) -> Vec<u32> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        if let Some(stat) = Stat::read(pid) {
+        if let Some(stat) = ProcessStat::read(pid) {
             children.entry(stat.parent).or_default().push(pid);
         }
     }
@@ -204,8 +213,8 @@ pub fn tree(root: u32) -> Vec<u32> {
     all
 }
 
-/// What is needed of `/proc/PID/stat`, proc(5).
-struct Stat {
+/// The needed fields of `/proc/PID/stat`, proc(5).
+struct ProcessStat {
     state: char,
     parent: u32,
     /// utime + stime + cutime + cstime.
@@ -214,7 +223,7 @@ struct Stat {
     start: u64,
 }
 
-impl Stat {
+impl ProcessStat {
     fn read(pid: u32) -> Option<Self> {
         let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The name in parentheses may hold spaces and parentheses itself; the last one ends it.

@@ -1,7 +1,7 @@
-//! What an experiment found: raw samples, their medians and paired ratios, the targets, and the files and the
-//! table that show them.
+//! Results of an experiment: raw samples, their medians and paired ratios, and the targets. It
+//! writes the files and the table that show them.
 //!
-//! Not here: how a plot is drawn (`plot`), which machine it was (`facts`).
+//! Not here: drawing a plot (`plot`), the machine (`facts`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use crate::facts;
-use crate::load::Outcome;
+use crate::load::LoadOutcome;
 use crate::plot::{Bar, Chart, Panel};
 
 /// One measured number: `metric` of `variant` doing `case` in `round`.
@@ -24,7 +24,7 @@ struct Sample {
     value: f64,
 }
 
-/// What a key must reach, and what we aim for.
+/// The required value of a key, and the goal.
 #[derive(Debug, Clone, Copy)]
 pub struct Goal {
     pub key: &'static str,
@@ -59,7 +59,7 @@ impl Bound {
 pub struct Report {
     name: &'static str,
     samples: Vec<Sample>,
-    /// What the JSON file holds at its top level: flat keys, in this order.
+    /// Top level of the JSON file: flat keys, in this order.
     metrics: Vec<(String, f64)>,
     notes: BTreeMap<String, Value>,
 }
@@ -73,8 +73,15 @@ impl Report {
         self.samples.push(Sample { round, case: case.into(), variant: variant.into(), metric, value });
     }
 
-    /// All numbers of one load run, and the server's CPU time for each request.
-    pub fn outcome(&mut self, round: usize, case: &str, variant: &str, outcome: &Outcome, cpu_seconds: f64) {
+    /// Adds all numbers of one load run, and the server's CPU time for each request.
+    pub fn outcome(
+        &mut self,
+        round: usize,
+        case: &str,
+        variant: &str,
+        outcome: &LoadOutcome,
+        cpu_seconds: f64,
+    ) {
         let values = [
             ("rps", outcome.rps),
             ("p50_ms", outcome.p50_ms),
@@ -97,25 +104,25 @@ impl Report {
         self.metrics.iter().find(|(k, _)| k == key).map(|(_, value)| *value)
     }
 
-    /// A fact that is not a number: the load, what was chosen and why.
+    /// Notes a fact that is not a number: the load, and choices with their reasons.
     pub fn note(&mut self, key: &str, value: Value) {
         self.notes.insert(key.into(), value);
     }
 
-    /// The values of all rounds, by round.
+    /// Returns the values of all rounds, by round.
     fn values(&self, case: &str, variant: &str, metric: &str) -> Vec<(usize, f64)> {
         let wanted = |s: &&Sample| s.case == case && s.variant == variant && s.metric == metric;
         self.samples.iter().filter(wanted).map(|s| (s.round, s.value)).collect()
     }
 
-    /// The median over the rounds; an error if this was never measured.
+    /// Returns the median over the rounds; an error if this was never measured.
     pub fn median(&self, case: &str, variant: &str, metric: &str) -> Result<f64> {
         median(self.values(case, variant, metric).into_iter().map(|(_, value)| value).collect())
             .with_context(|| format!("{}: no {metric} of {variant} doing {case}", self.name))
     }
 
-    /// The median of the ratios within each round. Both of a pair ran within seconds of each other, so that what
-    /// slows the whole machine for a while leaves the ratio alone.
+    /// Returns the median of the ratios within each round. Both of a pair ran within seconds of
+    /// each other. So a slow phase of the whole machine does not affect the ratio.
     pub fn ratio(&self, case: &str, variant: &str, peer: &str, metric: &str) -> Result<f64> {
         let peers: BTreeMap<usize, f64> = self.values(case, peer, metric).into_iter().collect();
         let pairs = self.values(case, variant, metric);
@@ -123,7 +130,7 @@ impl Report {
             .with_context(|| format!("{}: no {metric} of {variant} and {peer} doing {case}", self.name))
     }
 
-    /// The median of the differences within each round.
+    /// Returns the median of the differences within each round.
     pub fn difference(&self, case: &str, variant: &str, peer: &str, metric: &str) -> Result<f64> {
         let peers: BTreeMap<usize, f64> = self.values(case, peer, metric).into_iter().collect();
         let pairs = self.values(case, variant, metric);
@@ -131,12 +138,12 @@ impl Report {
             .with_context(|| format!("{}: no {metric} of {variant} and {peer} doing {case}", self.name))
     }
 
-    /// Over all rounds.
+    /// Returns the sum over all rounds.
     pub fn sum(&self, case: &str, variant: &str, metric: &str) -> f64 {
         self.values(case, variant, metric).into_iter().map(|(_, value)| value).sum()
     }
 
-    /// Of `variants`, the one with the highest median.
+    /// Returns the one of `variants` with the highest median.
     pub fn best<'v>(&self, case: &str, variants: &[&'v str], metric: &str) -> Result<&'v str> {
         let mut best: Option<(f64, &str)> = None;
         for variant in variants {
@@ -148,7 +155,8 @@ impl Report {
         best.map(|(_, variant)| variant).context("best of nothing")
     }
 
-    /// One panel of the plot: a bar for each variant, with the least and the greatest round as whiskers.
+    /// Returns one panel of the plot: a bar for each variant, with the least and the greatest round
+    /// as whiskers.
     pub fn panel(&self, title: &str, unit: &str, case: &str, metric: &str, variants: &[&str]) -> Panel {
         let bars = variants.iter().filter_map(|variant| {
             let values: Vec<f64> = self.values(case, variant, metric).into_iter().map(|(_, v)| v).collect();
@@ -205,7 +213,7 @@ impl Report {
         text
     }
 
-    /// Keys, what they reached and what was asked of them.
+    /// Returns keys, their values and their targets.
     pub fn table(&self, goals: &[Goal]) -> String {
         let width = self.metrics.iter().map(|(key, _)| key.len()).max().unwrap_or(0).max(3);
         let mut text = format!("{:width$}  {:>12}  {:>10}  {:>8}\n", "key", "measured", "target", "aim");
@@ -221,7 +229,7 @@ impl Report {
     }
 }
 
-/// The middle value; with an even count the mean of the middle two.
+/// Returns the middle value; with an even count the mean of the middle two.
 pub fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -229,7 +237,7 @@ pub fn median(mut values: Vec<f64>) -> Option<f64> {
     if values.len() % 2 == 1 { Some(upper) } else { Some(f64::midpoint(values[middle - 1], upper)) }
 }
 
-/// For people: as many digits as mean something.
+/// Formats a number for people: with all significant digits.
 pub fn number(value: f64) -> String {
     match value.abs() {
         v if v >= 1000.0 => {
@@ -250,8 +258,8 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// Six significant digits: more would be noise in a file that people compare.
-fn round_to_significant(value: f64) -> f64 {
+/// Rounds to six significant digits: more would be noise in a file that people compare.
+pub fn round_to_significant(value: f64) -> f64 {
     format!("{value:.5e}").parse().unwrap_or(value)
 }
 

@@ -1,7 +1,8 @@
-//! Swap for one run, on a machine that has none: in compressed memory where the kernel can, else in a file. Gone afterwards,
-//! whatever becomes of the run.
+//! Swap for one run, on a machine that has none. It is in compressed memory if the kernel can,
+//! otherwise in a file. It is gone afterwards, however the run ends.
 //!
-//! Not here: what goes out to it (the keeper, tier `reclaimed`), swap of the keeper's own tests (`tests/kernel/swap.rs`).
+//! Not here: the swapped memory (the keeper, tier `reclaimed`), swap of the keeper's own tests
+//! (`tests/kernel/swap.rs`).
 
 use std::fs::{self, File, Permissions};
 use std::io::Write as _;
@@ -15,7 +16,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 /// Makes and removes compressed block devices (Documentation/admin-guide/blockdev/zram.rst).
 const CONTROL: &str = "/sys/class/zram-control";
 
-/// Of the machine's memory, one part of so many may go out. Compressed it takes a third of that or less.
+/// One part in this number of the machine's memory may be swapped out. Compressed it takes a third
+/// of that or less.
 const ZRAM_PART: u64 = 2;
 
 /// A file takes its whole length of the disk.
@@ -24,23 +26,25 @@ const FILE_LEN: u64 = 4 << 30;
 /// Longest wait for a device that was just made.
 const DEVICE_MAX: Duration = Duration::from_secs(5);
 
-/// Takes it away as soon as its input ends, also when this process is killed; signals from a terminal are not for it. `$0` is
-/// what is swapped to, `$1` the number of a compressed device or nothing.
+/// Removes it as soon as its input ends, even when this process is killed. Signals from a terminal
+/// are not for it. `$0` is the swap device or file, `$1` the number of a compressed device or
+/// nothing.
 const REMOVE: &str = "trap '' INT TERM HUP; cat > /dev/null; s=0; \
      if grep -q \"^$0 \" /proc/swaps; then swapoff \"$0\" || s=1; fi; \
      if [ -n \"$1\" ]; then echo \"$1\" > /sys/class/zram-control/hot_remove || s=1; else rm -f \"$0\"; fi; exit $s";
 
 /// Swap, until it is dropped.
 #[derive(Debug)]
-pub struct Swap {
-    /// None: the machine has its own.
+pub struct SwapSpace {
+    /// `None` if the machine has its own.
     remover: Option<Child>,
     /// Number of the compressed device.
     zram: Option<u32>,
 }
 
-impl Swap {
-    /// The machine's own, or one that is made now; a file of it lies in this directory. The error says why there can be none.
+impl SwapSpace {
+    /// Returns the machine's own swap, or makes one now; its file is in this directory. The error
+    /// says why there can be none.
     pub fn get(dir: &Path) -> Result<Self> {
         if is_there() {
             return Ok(Self { remover: None, zram: None });
@@ -51,7 +55,7 @@ impl Swap {
         }
     }
 
-    /// Where memory goes, in words.
+    /// Returns the destination of swapped memory, in words.
     pub fn kind(&self) -> &'static str {
         match (&self.remover, self.zram) {
             (None, _) => "the machine's own",
@@ -60,7 +64,8 @@ impl Swap {
         }
     }
 
-    /// Bytes of memory that what went out takes. None: it is not in memory, or nobody says.
+    /// Returns the bytes of memory that swapped pages take. `None` if they are not in memory, or if
+    /// it is unknown.
     #[must_use]
     pub fn memory_bytes(&self) -> Option<f64> {
         let stat = fs::read_to_string(format!("/sys/block/zram{}/mm_stat", self.zram?)).ok()?;
@@ -68,7 +73,7 @@ impl Swap {
     }
 }
 
-impl Drop for Swap {
+impl Drop for SwapSpace {
     fn drop(&mut self) {
         let Some(remover) = &mut self.remover else { return };
         drop(remover.stdin.take());
@@ -78,17 +83,17 @@ impl Drop for Swap {
     }
 }
 
-/// Whether memory can go anywhere but to image files.
+/// Returns whether memory can go anywhere except to image files.
 pub fn is_there() -> bool {
     fs::read_to_string("/proc/swaps").is_ok_and(|table| table.lines().count() > 1)
 }
 
-fn compressed() -> Result<Swap> {
+fn compressed() -> Result<SwapSpace> {
     let made = fs::read_to_string(format!("{CONTROL}/hot_add")).context("this kernel has no zram")?;
     let number: u32 = made.trim().parse().context("the number of a zram device")?;
     let device = PathBuf::from(format!("/dev/zram{number}"));
     let remover = remover(&device, &number.to_string())?;
-    let swap = Swap { remover: Some(remover), zram: Some(number) };
+    let swap = SwapSpace { remover: Some(remover), zram: Some(number) };
     let bytes = memory()? / ZRAM_PART;
     let size = format!("/sys/block/zram{number}/disksize");
     fs::write(&size, bytes.to_string()).with_context(|| format!("writing {size}"))?;
@@ -101,13 +106,13 @@ fn compressed() -> Result<Swap> {
     Ok(swap)
 }
 
-fn in_file(dir: &Path) -> Result<Swap> {
+fn in_file(dir: &Path) -> Result<SwapSpace> {
     let path = dir.join("swap");
     let remover = remover(&path, "")?;
-    let swap = Swap { remover: Some(remover), zram: None };
+    let swap = SwapSpace { remover: Some(remover), zram: None };
     let mut file = File::create(&path).with_context(|| format!("making {}", path.display()))?;
     file.set_permissions(Permissions::from_mode(0o600)).context("hiding the file of the swap")?;
-    // No holes: the kernel wants the blocks.
+    // No holes: the kernel needs the blocks.
     let zeros = vec![0; 1 << 20];
     for _ in 0..FILE_LEN >> 20 {
         file.write_all(&zeros).context("filling the file of the swap")?;
@@ -138,7 +143,7 @@ fn turn_on(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the machine's memory.
+/// Returns the bytes of the machine's memory.
 fn memory() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
     let kib =

@@ -11,51 +11,35 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, setpriority_process};
 
+use crate::test_sum::TestSum;
 use crate::workspace::{Build, PACKAGES};
 use crate::{conformance, guest, workspace};
 
-/// The program that tries the kernel, and the one that looks at how the code is written.
+/// The test program for the kernel.
 const KERNEL: &str = "kernel";
-const TIDY: &str = "tidy";
-/// The one that tries the built server.
+/// The test programs for the style and the shape of the code.
+pub const STYLE: [&str; 2] = ["tidy", "house"];
+/// The test program for the built server.
 const END_TO_END: &str = "e2e";
 
-/// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
+/// The nice value of work beside other tests. It gets an eleventh of a CPU that they want, and all
+/// of one that they do not.
 const NICE_BESIDE: i32 = 10;
 
-/// The same of what runs beside tests that measure what programs get: a sixtieth.
+/// The same beside tests that measure what programs get: a sixtieth.
 const NICE_LINT: i32 = 19;
 
-/// Lines that are repeated at the end of what one failed test printed, and of all: a record may hold only the end of a run.
-const WORDS_OF_ONE_MAX: usize = 25;
-const WORDS_MAX: usize = 200;
-
-/// Sums over all test programs, as `cargo test` prints them.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Sum {
-    passed: u64,
-    failed: u64,
-    skipped: u64,
-    /// `name: reason` of each test that was not run.
-    reasons: Vec<String>,
-    failures: Vec<String>,
-    /// What the first of these printed, as their programs show it when all have run.
-    words: Vec<String>,
-    /// Lines that may still come of the failure whose words are read; 0: none is.
-    words_left: usize,
-}
-
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
-    let mut sum = Sum::default();
+    let mut sum = TestSum::default();
     let mut succeeded = true;
     match arguments {
-        [] => succeeded &= all(&mut sum, Lint::Not)?,
-        [only] if only == "--with-lint" => succeeded &= all(&mut sum, Lint::Beside)?,
+        [] => succeeded &= all(&mut sum, LintMode::Not)?,
+        [only] if only == "--with-lint" => succeeded &= all(&mut sum, LintMode::Beside)?,
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
-        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum, Lint::Not)?,
+        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum, LintMode::Not)?,
         [only] if only == "--guest" => {
             if guest::is_possible(&mut sum) {
-                let suite = guest::Suite::build()?;
+                let suite = guest::GuestSuite::build()?;
                 succeeded &= suite.run(suite.is_emulated()?, &mut sum)?;
             }
         }
@@ -64,31 +48,33 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(sum.tell(succeeded))
 }
 
-/// Whether `./dev lint` runs while the end-to-end tests wait for what they have started.
+/// Whether `./dev lint` runs while the end-to-end tests wait for their programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Lint {
+enum LintMode {
     Not,
     Beside,
 }
 
-/// An emulated guest takes what modules' tests leave of the processors, and has ended before this machine's kernel and the built
-/// server are tried. One with KVM is alone, as its clock is this machine's.
-fn all(sum: &mut Sum, lint: Lint) -> Result<bool> {
+/// Runs all tests. An emulated guest uses CPU time that the modules' tests leave. It has ended
+/// before the tests of this machine's kernel and of the built server. One with KVM runs alone, as
+/// its clock is this machine's.
+fn all(sum: &mut TestSum, lint: LintMode) -> Result<bool> {
     if !guest::is_possible(sum) {
         return Ok(unit(sum)? & end_to_end(sum, lint)?);
     }
-    let suite = timed("building for the guest", guest::Suite::build)?;
+    let suite = timed("building for the guest", guest::GuestSuite::build)?;
     if !suite.is_emulated()? {
         return Ok(unit(sum)? & end_to_end(sum, lint)? & suite.run(false, sum)?);
     }
     let beside = thread::spawn(move || {
-        // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
+        // It applies to this thread alone, and to its children: setpriority(2), "C library/kernel
+        // differences".
         setpriority_process(None, NICE_BESIDE).context("letting others go first")?;
-        let mut sum = Sum::default();
+        let mut sum = TestSum::default();
         timed("guest", || suite.run(true, &mut sum)).map(|succeeded| (succeeded, sum))
     });
     let here = timed("modules", || modules(sum));
-    // It ends by itself, and is not left alone.
+    // It ends by itself, and must be waited for.
     let inside = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
     let (succeeded, more) = inside?;
     sum.take_in(more);
@@ -96,7 +82,7 @@ fn all(sum: &mut Sum, lint: Lint) -> Result<bool> {
     Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum, lint))?)
 }
 
-/// Says how long a part took, with what it had built.
+/// Prints how long a part took, including builds.
 fn timed<T>(part: &str, run: impl FnOnce() -> T) -> T {
     let begun = Instant::now();
     let result = run();
@@ -104,27 +90,33 @@ fn timed<T>(part: &str, run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Everything that needs no built server.
-fn unit(sum: &mut Sum) -> Result<bool> {
+/// Runs everything that needs no built server.
+fn unit(sum: &mut TestSum) -> Result<bool> {
     Ok(modules(sum)? & kernel(sum)?)
 }
 
-/// Everything that needs neither root nor a built server: modules, simulations, house style.
-fn modules(sum: &mut Sum) -> Result<bool> {
+/// Runs everything that needs neither root nor a built server: modules, simulations, house style.
+fn modules(sum: &mut TestSum) -> Result<bool> {
     let targets = test_targets()?;
-    let mut arguments = vec!["test", "--no-fail-fast", PACKAGES, "--lib", "--bins", "--test", TIDY];
-    for target in targets.iter().filter(|target| *target != KERNEL) {
-        arguments.extend(["--test", target.as_str()]);
+    let mut arguments = vec!["test", "--no-fail-fast", PACKAGES, "--lib", "--bins"];
+    let modules = targets.iter().map(String::as_str).filter(|target| *target != KERNEL);
+    for target in modules.chain(STYLE) {
+        arguments.extend(["--test", target]);
     }
     cargo_test(&arguments, sum, || Ok(()))
 }
 
-/// The keeper's process on this machine's kernel.
-fn kernel(sum: &mut Sum) -> Result<bool> {
-    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", KERNEL], sum, || Ok(()))
+/// They mostly wait, so more of them run at once than there are CPUs.
+const KERNEL_AT_ONCE: &str = "--test-threads=3";
+
+/// Tests the keeper's process on this machine's kernel.
+fn kernel(sum: &mut TestSum) -> Result<bool> {
+    let words = ["test", "--no-fail-fast", PACKAGES, "--test", KERNEL, "--", KERNEL_AT_ONCE];
+    cargo_test(&words, sum, || Ok(()))
 }
 
-/// Names of what lies in `tests` of our crates: one file or one directory for each program.
+/// Returns names of the entries in `tests` of our crates: one file or one directory for each
+/// program.
 fn test_targets() -> Result<Vec<String>> {
     let mut found = Vec::new();
     for package in std::fs::read_dir(workspace::root().join("crates")).context("listing our crates")? {
@@ -137,18 +129,18 @@ fn test_targets() -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The built server, visited from outside.
-fn end_to_end(sum: &mut Sum, lint: Lint) -> Result<bool> {
+/// Tests the built server from outside.
+fn end_to_end(sum: &mut TestSum, lint: LintMode) -> Result<bool> {
     let tests = ["test", "--no-fail-fast", PACKAGES, "--test", END_TO_END];
     workspace::build_nagaya(Build::Tested)?;
     let mut linting = None;
     let succeeded = cargo_test(&tests, sum, || {
-        if lint == Lint::Beside {
+        if lint == LintMode::Beside {
             linting = Some(begin_lint()?);
         }
         Ok(())
     })?;
-    let Some(linting) = linting else { return Ok(succeeded & (lint == Lint::Not)) };
+    let Some(linting) = linting else { return Ok(succeeded & (lint == LintMode::Not)) };
     let output = timed("lint, after the tests", || linting.wait_with_output()).context("waiting for lint")?;
     print!("{}", String::from_utf8_lossy(&output.stdout));
     if !output.status.success() {
@@ -157,7 +149,8 @@ fn end_to_end(sum: &mut Sum, lint: Lint) -> Result<bool> {
     Ok(succeeded & output.status.success())
 }
 
-/// A process of its own, so that its nice value is nobody else's. Begun when nothing is left to build: cargo would wait for it.
+/// Starts the lint in a separate process, so that its nice value affects nothing else. It starts
+/// when nothing is left to build: cargo would wait for it.
 fn begin_lint() -> Result<Child> {
     let own = std::env::current_exe().context("asking which program this is")?;
     let child = Command::new(own).arg("lint").stdout(Stdio::piped()).spawn().context("starting lint")?;
@@ -166,11 +159,14 @@ fn begin_lint() -> Result<Child> {
     Ok(child)
 }
 
-/// Builds as the checkout's owner, then runs as the caller while reading along. `begun` is called once the tests run.
-fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<()>) -> Result<bool> {
+/// Builds as the checkout's owner, then runs as the caller while reading along. `begun` is called
+/// once the tests run.
+fn cargo_test(arguments: &[&str], sum: &mut TestSum, begun: impl FnOnce() -> Result<()>) -> Result<bool> {
+    // Before words for the tests themselves.
     let built = workspace::cargo_as_builder()
-        .args(arguments)
+        .arg(arguments[0])
         .arg("--no-run")
+        .args(&arguments[1..])
         .status()
         .context("running cargo test --no-run")?;
     if !built.success() {
@@ -183,7 +179,7 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<
     if arguments.contains(&END_TO_END) {
         match conformance::prepare() {
             Ok(Some(directory)) => _ = command.env(conformance::DIRECTORY_VARIABLE, directory),
-            // Without a network its tests are skipped, and say so.
+            // Without a network its tests are skipped, with a message.
             Ok(None) => {}
             Err(error) => {
                 println!("conformance: {error:#}");
@@ -210,117 +206,4 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<
         sum.read(&line);
     }
     Ok(child.wait().context("waiting for cargo test")?.success() & is_prepared)
-}
-
-impl Sum {
-    /// Takes in what another machine's tests came to; their names begin with `place`.
-    pub fn add(&mut self, other: Self, place: &str) {
-        let placed = |name: String| format!("{place}: {name}");
-        self.take_in(Self {
-            reasons: other.reasons.into_iter().map(placed).collect(),
-            failures: other.failures.into_iter().map(placed).collect(),
-            ..other
-        });
-    }
-
-    fn take_in(&mut self, other: Self) {
-        self.passed += other.passed;
-        self.failed += other.failed;
-        self.skipped += other.skipped;
-        self.reasons.extend(other.reasons);
-        self.failures.extend(other.failures);
-        self.words.extend(other.words);
-    }
-
-    /// A whole suite that cannot run here counts as one test.
-    pub fn skip(&mut self, name: &str, reason: &str) {
-        self.skipped += 1;
-        self.reasons.push(format!("{name}: {reason}"));
-    }
-
-    /// Prints what failed, what was skipped and, as the last line, the numbers.
-    pub fn tell(&self, succeeded: bool) -> ExitCode {
-        for word in &self.words {
-            println!("{word}");
-        }
-        for failure in &self.failures {
-            println!("failed: {failure}");
-        }
-        for reason in &self.reasons {
-            println!("skipped: {reason}");
-        }
-        println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
-        if succeeded && self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-    }
-
-    /// Counts one line of output.
-    pub fn read(&mut self, line: &str) {
-        if line.starts_with("---- ") {
-            self.words_left = WORDS_OF_ONE_MAX.min(WORDS_MAX.saturating_sub(self.words.len()));
-        } else if line == "failures:" || line.starts_with("test result: ") {
-            self.words_left = 0;
-        }
-        if self.words_left > 0 {
-            self.words_left -= 1;
-            self.words.push(line.into());
-        }
-        if let Some(counts) = line.strip_prefix("test result: ") {
-            for part in counts.split_once(". ").map_or("", |(_, counts)| counts).split("; ") {
-                let Some((number, what)) = part.split_once(' ') else { continue };
-                let Ok(number) = number.parse::<u64>() else { continue };
-                match what {
-                    "passed" => self.passed += number,
-                    "failed" => self.failed += number,
-                    "ignored" => self.skipped += number,
-                    _ => {}
-                }
-            }
-        } else if let Some(test) = line.strip_prefix("test ") {
-            if let Some((name, rest)) = test.split_once(" ... ignored") {
-                // libtest writes ", reason", the runner of the end-to-end tests " (reason)".
-                let reason = rest.trim_start_matches([',', ' ', '(']).trim_end_matches(')');
-                let reason = if reason.is_empty() { "no reason given" } else { reason };
-                self.reasons.push(format!("{}: {reason}", name.trim_end()));
-            } else if let Some(name) = test.strip_suffix(" ... FAILED") {
-                self.failures.push(name.trim_end().into());
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Sum;
-
-    #[test]
-    fn results_are_summed_and_skipped_tests_named() {
-        let mut sum = Sum::default();
-        for line in [
-            "running 3 tests",
-            "test a::b ... ok",
-            "test a::c ... ignored, needs a second disk",
-            "test a::d ... FAILED",
-            "test e::f    ... ignored (needs root)",
-            "failures:",
-            "---- a::d stdout ----",
-            "thread 'a::d' panicked at a.rs:1:2:",
-            "failures:",
-            "    a::d",
-            "test result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s",
-            "test result: ok. 41 passed; 0 failed; 0 ignored; 0 measured; 2 filtered out; finished in 1.20s",
-        ] {
-            sum.read(line);
-        }
-        assert_eq!((sum.passed, sum.failed, sum.skipped), (42, 1, 1));
-        assert_eq!(sum.reasons, ["a::c: needs a second disk", "e::f: needs root"]);
-        assert_eq!(sum.failures, ["a::d"]);
-        assert_eq!(sum.words, ["---- a::d stdout ----", "thread 'a::d' panicked at a.rs:1:2:"]);
-
-        let mut all = Sum::default();
-        all.add(sum, "guest");
-        all.skip("other", "no such machine");
-        assert_eq!((all.passed, all.failed, all.skipped), (42, 1, 2));
-        assert_eq!(all.failures, ["guest: a::d"]);
-        assert_eq!(all.reasons.last().map(String::as_str), Some("other: no such machine"));
-    }
 }

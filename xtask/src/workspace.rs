@@ -1,13 +1,13 @@
-//! Where things are: the checkout, the built programs, and how cargo is called.
+//! Paths of the checkout and the built programs, and how cargo is called.
 //!
-//! Not here: which packages must be installed; the script `dev` sees to that before it starts this program.
+//! Not here: required packages; the script `dev` installs them before it starts this program.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-/// The checkout's root.
+/// Returns the checkout's root.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -15,29 +15,30 @@ pub fn root() -> PathBuf {
         .to_path_buf()
 }
 
-/// Where cargo puts what it builds.
+/// Returns cargo's target directory.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
-/// What demos and experiments keep between runs: unpacked packages. Ignored by git.
+/// Returns the data of demos and experiments that is kept between runs: unpacked packages. Ignored
+/// by git.
 pub fn cache_dir() -> PathBuf {
     root().join(".dev")
 }
 
-/// The packages of each build that is not shipped. Dependencies get the features that all chosen packages want together: with
-/// another choice each time, cargo would build them anew each time.
+/// The packages of each build that is not shipped. Dependencies get the features that all chosen
+/// packages need together. With another choice each time, cargo would build them again each time.
 pub const PACKAGES: &str = "--workspace";
 
-/// A cargo command that runs as the caller.
+/// Returns a cargo command that runs as the caller.
 pub fn cargo() -> Command {
     let mut command = Command::new("cargo");
     command.current_dir(root());
     command
 }
 
-/// A cargo command that may write to the target directory: under sudo in somebody's checkout it runs as that
-/// person, so that the files stay theirs.
+/// Returns a cargo command that may write to the target directory. Under sudo in another user's
+/// checkout it runs as that user, so that the files stay theirs.
 pub fn cargo_as_builder() -> Command {
     let Some(user) = std::env::var("NAGAYA_BUILDER").ok().filter(|user| !user.is_empty()) else {
         return cargo();
@@ -47,23 +48,23 @@ pub fn cargo_as_builder() -> Command {
     command
 }
 
-/// The same with variables of the environment, which `runuser` passes on.
+/// Returns the same with variables of the environment, which `runuser` passes on.
 pub fn cargo_as_builder_with(variables: &[(&str, String)]) -> Command {
     let mut command = cargo_as_builder();
     command.envs(variables.iter().map(|(name, value)| (*name, value)));
     command
 }
 
-/// How the program is built.
+/// Kind of build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
-    /// As it is shipped: optimised.
+    /// The shipped build: optimised.
     Shipped,
     /// With the dependencies that all tests share, and with every check that only tests have.
     Tested,
 }
 
-/// The program, built or not.
+/// Returns the program's path, built or not.
 pub fn nagaya(build: Build) -> PathBuf {
     target_dir().join(match build {
         Build::Shipped => "release/nagaya",
@@ -71,7 +72,7 @@ pub fn nagaya(build: Build) -> PathBuf {
     })
 }
 
-/// Builds the program and says where it is.
+/// Builds the program and returns its path.
 pub fn build_nagaya(build: Build) -> Result<PathBuf> {
     let options: &[&str] = match build {
         Build::Shipped => &["--release", "--package", "nagaya"],

@@ -1,183 +1,198 @@
-//! The calendar of one lane: which slots of the future are promised to whom, and what became of the promises.
+//! Keeps the calendar of one lane: which future slots are promised to whom, and how each promise
+//! ended.
 //!
-//! How it is used, by who decides who runs (`machine`):
+//! `machine` decides which request runs, and uses the calendar as follows:
 //!
-//! | when | call | what it says |
-//! |---|---|---|
-//! | somebody is turned away | [`Calendar::reserve`] | his slot; `None`: no room within the horizon |
-//! | a ticket is shown | [`Calendar::show`] | whether its holder may come now |
-//! | its request gets in line, or runs at once | [`Calendar::come`] | |
-//! | it gets its permit | [`Calendar::ran`] | the record to store when it ends; the ticket is used up |
-//! | it leaves the line without one | [`Calendar::left`] | the ticket is good again |
-//! | its holder listens for a call | [`Calendar::listen`] | |
-//! | capacity frees early | [`Calendar::call`] | who may come now; his place is kept for [`CALL_FOR`] |
-//! | a promise could not be stored | [`Calendar::forget`] | the slot is free again |
-//! | time passes | [`Calendar::tick`] | when to come again |
-//! | after a restart, first of all | [`Calendar::restore`] | |
-//! | another node's ticket is shown | [`Calendar::adopt`] | whether it has its slot here from now on |
+//! - Somebody is turned away: [`TicketCalendar::reserve`] returns a slot. `None`: no room within
+//!   the horizon.
+//! - A ticket is shown: [`TicketCalendar::show`] returns whether its holder may come now.
+//! - Its request gets in line, or runs at once: [`TicketCalendar::come`].
+//! - It gets its permit: [`TicketCalendar::ran`] returns the record to store when it ends. The
+//!   ticket is used up.
+//! - It leaves the line without one: [`TicketCalendar::reinstate_holder`]. The ticket is good
+//!   again.
+//! - Its holder listens for a call: [`TicketCalendar::listen`].
+//! - Capacity frees early: [`TicketCalendar::call`] returns the holder who may come now. The place
+//!   is kept for [`CALL_FOR`].
+//! - A promise could not be stored: [`TicketCalendar::forget`]. The slot is free again.
+//! - Time passes: [`TicketCalendar::tick`] returns when to come again.
+//! - After a restart, first of all: [`TicketCalendar::restore`].
+//! - Another node's ticket is shown: [`TicketCalendar::adopt`] returns whether it has its slot here
+//!   from now on.
 //!
-//! **Room.** A slot has room for `rate x length x share / show rate` tickets: the show rate is learned from slots that ended and
-//! never taken below `SHOW_RATE_MIN`, and however many do not come, never more than `BOOKED_MAX` of the whole capacity
-//! is promised (or `share`, if that is more): when all of them come once, they still all run. Where a slot would not have room
-//! for one, slots are longer.
+//! **Capacity.** A slot has capacity for `rate x length x share / show rate` tickets. The show rate
+//! is learned from slots that ended. It is never taken below `SHOW_RATE_MIN`. At most `BOOKED_MAX`
+//! of the whole capacity is promised (or `share`, if that is more). So even if all holders come
+//! once, all of them still run. Where a slot would have no capacity for one ticket, slots are
+//! longer.
 //!
-//! **When capacity shrinks** nothing is taken back. Nothing more is promised before the slots in which those already
-//! promised can have run at the new rate, and who came in time and did not run in time is counted as broken, at the end of his slot.
+//! **When capacity shrinks** no promise is taken back. New promises begin after the slots in which
+//! all earlier ones can have run at the new rate. A holder that came in time and did not run in
+//! time counts as broken when its slot ends.
 //!
-//! **What is bounded.** Tickets whose slot has not ended: `Next::tickets`, at most [`TICKETS_MAX`]; at the bound nothing more is
-//! promised, and nothing is dropped. Tickets whose slot has ended are good for [`LATE_FOR`] more, and of more than
-//! `LATE_TICKETS_MAX` the oldest go. Used ones are remembered as long, `SPENT_MAX` of them: one that is forgotten earlier
-//! is not taken for a good one, it is unknown, and its bearer a newcomer. So nothing that is dropped breaks a promise. Other nodes'
-//! tickets: `ADOPTED_MAX`, beside those given here.
+//! **Bounds.** Tickets whose slot has not ended are at most `TicketPolicy::tickets`, which is at
+//! most [`TICKETS_MAX`]. At the bound nothing more is promised, and nothing is dropped. Tickets
+//! whose slot has ended are good for [`LATE_FOR`] more. Of more than `LATE_TICKETS_MAX` of them,
+//! the oldest go. Used tickets are remembered for the same time, at most `SPENT_MAX` of them. One
+//! that is forgotten earlier is not taken for a good one. It is unknown, and its bearer is a
+//! newcomer. So nothing that is dropped breaks a promise. Other nodes' tickets are at most
+//! `ADOPTED_MAX`, beside those given here.
 //!
-//! Not here: how much may be promised (`room`), the row of slots (`slots`), what comes back after a restart (`restart`), what other
-//! nodes have promised (`adopted`), who is
-//! next in line (`machine`), signatures (`ticket`), storing (`edge`).
+//! Not here: how much may be promised (`capacity`), the row of slots (`slots`), the state after a
+//! restart (`restart`), the promises of other nodes (`adopted`), the next in line (`machine`),
+//! signatures (`ticket`), storing (`edge`).
 
 mod adopted;
 mod restart;
-mod room;
 mod slots;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
 
-use self::room::{Backlog, Shows, slot_len};
-use self::slots::{SLOTS_MAX, Slot, SlotNumber, Slots};
-use crate::{ClientKey, LaneName, Moment, Next, Nonce, Promise, Record, Standing, Ticket};
+use self::slots::{CalendarSlot, SLOTS_MAX, SlotNumber, SlotTree};
+use crate::calendar::capacity::{ShowRate, SlotBacklog, slot_len};
+use crate::{
+    ClientKey, LaneName, Moment, Nonce, SlotPromise, Ticket, TicketPolicy, TicketRecord, TicketStatus,
+};
 
-/// So long after the end of its slot a ticket still goes before newcomers. After that nothing is known of it.
+/// Time after the end of its slot during which a ticket still goes before newcomers. After that,
+/// nothing is known of the ticket.
 pub const LATE_FOR: Duration = Duration::from_secs(15 * 60);
 
-/// So long the place of somebody who was called early is kept: time for a page to hear of it and to come.
+/// Time for which the position of a holder that was called early is kept. A page needs it to learn
+/// of the call and to come.
 pub const CALL_FOR: Duration = Duration::from_secs(10);
 
-/// Of those who come when they are called, most do within this.
+/// Time within which most of the called holders that come do come.
 const CALL_HEARD: Duration = Duration::from_secs(1);
 
-/// Tickets whose slot has not ended, whatever is configured. About 300 bytes each.
+/// Upper limit of tickets whose slot has not ended, whatever is configured. About 300 bytes each.
 pub const TICKETS_MAX: u32 = 1 << 20;
 
-/// Tickets whose slot has ended, and used ones, that are remembered.
+/// Tickets that are remembered after their slot ended, and used tickets that are remembered.
 const LATE_TICKETS_MAX: usize = 65_536;
 const SPENT_MAX: usize = 65_536;
 
-/// Places kept at once for those who were called.
+/// Positions kept at once for called holders.
 const CALLS_MAX: usize = 1_024;
 
 /// The calendar of one lane.
 #[derive(Debug)]
-pub struct Calendar {
+pub struct TicketCalendar {
     lane: LaneName,
-    next: Option<Next>,
+    next: Option<TicketPolicy>,
     epoch: u32,
-    /// The time it was when it was last said.
+    /// Time of the last call.
     now: Moment,
-    slots: Slots,
-    holders: HashMap<Nonce, Holder>,
-    /// The one good ticket of each client.
+    slots: SlotTree,
+    holders: HashMap<Nonce, TicketHolder>,
+    /// The one valid ticket of each client.
     clients: HashMap<ClientKey, Nonce>,
     /// Holders by the end of their slot, while it has not ended.
     deadlines: BTreeMap<Place, Nonce>,
-    /// Those whose slot has ended, and who are not in line.
+    /// Holders whose slot has ended and that are not in the queue.
     late: BTreeMap<Place, Nonce>,
-    /// Those who can be called early, by the beginning of their slot.
+    /// Holders that can be called early, by the beginning of their slot.
     callable: BTreeMap<Place, Nonce>,
-    /// Of these, who would hear it.
+    /// Those of `callable` that would receive a call.
     listening: BTreeMap<Place, Nonce>,
-    /// Those who were called, by how long their place is kept.
+    /// Holders that were called, by the end of their kept position.
     calls: BTreeMap<Place, Nonce>,
-    /// How many of them were expected to come still, when one was called or came last.
+    /// How many of them were still expected when one was last called or came, and that moment.
     called_lately: (f64, Moment),
     spent: HashMap<Nonce, Moment>,
     spent_by_end: BTreeSet<(Moment, Nonce)>,
-    /// Restored, and not put into slots yet. Some of them were called.
+    /// Restored tickets that have no slot yet. Some of them were called.
     restored: Vec<Nonce>,
     restored_calls: HashSet<Nonce>,
     /// Holders of other nodes' tickets.
     adopted: usize,
-    /// How many holders there have been.
+    /// Number of holders so far.
     number: u64,
-    shows: Shows,
-    backlog: Backlog,
-    tally: Tally,
+    shows: ShowRate,
+    backlog: SlotBacklog,
+    tally: PromiseCounts,
 }
 
-/// A moment, and a holder's number, so that no two are alike and the first promised goes first.
+/// A moment and a holder's number. No two are equal, and the first promised goes first.
 type Place = (Moment, u64);
 
 #[derive(Debug, Clone)]
-struct Holder {
+struct TicketHolder {
     ticket: Ticket,
     client: ClientKey,
     number: u64,
-    /// Where it is counted. `None`: not put there yet after a restart, or its slot had ended before that.
+    /// Slot in which it is counted. `None` if it has none yet after a restart, or if its slot had
+    /// ended before that.
     slot: Option<SlotNumber>,
     /// Tickets that were out in the slot before it.
     rank: u32,
-    state: State,
+    state: HolderState,
     has_come: bool,
     has_ended: bool,
-    /// Nobody was here while its slot was open: the node was down, or the clock jumped.
+    /// The node was down, or the clock jumped, during the whole slot.
     was_missed: bool,
     /// It has been counted as broken or late.
     is_counted: bool,
-    /// Another node gave it. Of who comes with such a ticket nothing is learned about those given here.
+    /// Another node gave it. Its arrival teaches nothing about tickets given here.
     is_adopted: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum State {
+enum HolderState {
     Out,
     Called(Moment),
     InLine,
 }
 
-/// How a ticket that is shown stands.
+/// Status of a ticket that is shown.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Shown {
+pub enum ShownTicket {
     /// Its slot has not begun, and it was not called.
-    Early(Promise),
-    /// It may come: so long it goes before newcomers as one that is in time.
+    Early(SlotPromise),
+    /// It may come. Until this moment it goes before newcomers as one in time.
     Open { until: Moment },
     /// Its slot has ended; it still goes before newcomers.
     Late,
     /// Its request waits, runs or has run.
     Used,
-    /// It ended so long ago that nothing is known of it.
+    /// It ended too long ago: nothing is known of it.
     Expired,
-    /// It is of another lane, or of a lane of this name that was removed, or was used and forgotten. Whoever shows it is a newcomer.
+    /// It belongs to another lane or to a removed lane of this name, or it was used and forgotten.
+    /// Its bearer is a newcomer.
     Unknown,
 }
 
-/// What has become of the promises, of those taken over too. Each ends as one of `kept`, `broken`, `late` and `never_came`.
+/// Counts of how promises ended, adopted ones included. Each ends as `kept`, `broken`, `late` or
+/// `never_came`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Tally {
-    /// New ones that were made.
+pub struct PromiseCounts {
+    /// New promises made.
     pub promised: u64,
-    /// Other nodes' that were taken over.
+    /// Promises of other nodes that were adopted.
     pub adopted: u64,
-    /// The holder came and ran before his slot's end.
+    /// The holder came and ran before its slot's end.
     pub kept: u64,
-    /// The holder came before his slot's end and did not run before it; or came later, and nobody was here in his slot.
+    /// The holder came before its slot's end and did not run before it. Or it came later because
+    /// the node was down during its slot.
     pub broken: u64,
-    /// The holder came after his slot's end.
+    /// The holder came after its slot's end.
     pub late: u64,
-    /// The holder did not come, or came and left again before his turn.
+    /// The holder did not come, or left the queue before its turn.
     pub never_came: u64,
     /// Holders that were called before their slot.
     pub called_early: u64,
 }
 
-impl Calendar {
-    /// An empty one. `None`: nothing is promised in this lane.
-    pub fn new(lane: LaneName, next: Option<Next>) -> Self {
+impl TicketCalendar {
+    /// Creates an empty calendar. With `None`, nothing is promised in this lane.
+    pub fn new(lane: LaneName, next: Option<TicketPolicy>) -> Self {
         Self {
             lane,
             next,
             epoch: 0,
             now: Moment(0),
-            slots: Slots::default(),
+            slots: SlotTree::default(),
             holders: HashMap::new(),
             clients: HashMap::new(),
             deadlines: BTreeMap::new(),
@@ -192,34 +207,35 @@ impl Calendar {
             restored_calls: HashSet::new(),
             adopted: 0,
             number: 0,
-            shows: Shows::default(),
-            backlog: Backlog::default(),
-            tally: Tally::default(),
+            shows: ShowRate::default(),
+            backlog: SlotBacklog::default(),
+            tally: PromiseCounts::default(),
         }
     }
 
-    /// How it promises from now on. Promises that were made stay as they are.
-    pub fn set(&mut self, next: Option<Next>) {
+    /// Sets the policy of future promises. Existing promises stay as they are.
+    pub fn set(&mut self, next: Option<TicketPolicy>) {
         self.next = next;
     }
 
-    /// Tickets whose slots have not ended.
+    /// Returns the number of tickets whose slots have not ended.
     pub fn promised(&self) -> u32 {
         count(self.deadlines.len() + self.restored.len())
     }
 
-    /// What has become of the promises so far.
-    pub fn tally(&self) -> Tally {
+    /// Returns how the promises ended so far.
+    pub fn tally(&self) -> PromiseCounts {
         self.tally
     }
 
-    /// Places that are kept now for those who were called.
+    /// Returns how many positions are kept now for called holders.
     pub fn called(&self) -> u32 {
         count(self.calls.len())
     }
 
-    /// Holders who are expected to come between now and then: those who were called, of the open slot those who are still
-    /// outside, fewer the longer it has been open, and those of later slots.
+    /// Returns how many holders are expected to come between now and `until`. It counts called
+    /// holders, holders of the open slot that have not come, and those of later slots. The open
+    /// slot counts for less the longer it has been open.
     pub fn due(&self, now: Moment, until: Moment) -> f64 {
         let open =
             self.slots.at(now).and_then(|slot| self.slots.get(slot)).map_or(0.0, |slot| {
@@ -228,8 +244,8 @@ impl Calendar {
         self.expected_called(now) + (open + self.due_later(now, until)) * self.shows.rate()
     }
 
-    /// Of slots that begin between now and then, the tickets of who was not called; of the last one as large a part as will have
-    /// passed of it.
+    /// Returns the tickets of uncalled holders in slots that begin between now and `until`. The
+    /// last slot counts in the proportion that will have passed.
     fn due_later(&self, now: Moment, until: Moment) -> f64 {
         let first =
             self.callable.range((now, u64::MAX)..).next().and_then(|((begins, _), _)| self.slots.at(*begins));
@@ -248,13 +264,13 @@ impl Calendar {
         of_first + (out - f64::from(through_first)).max(0.0)
     }
 
-    /// Of those who were called lately, so many are expected still.
+    /// Returns how many of the recently called holders are still expected.
     fn expected_called(&self, now: Moment) -> f64 {
         let (expected, at) = self.called_lately;
         expected * (-(now.0.saturating_sub(at.0) as f64) / micros(CALL_HEARD) as f64).exp()
     }
 
-    /// A holder can be called no more: he was, or he came.
+    /// Notes that a holder can no longer be called: it was called, or it came.
     fn call_no_more(&mut self, begins: Moment, number: u64, slot: Option<SlotNumber>) {
         self.listening.remove(&(begins, number));
         if self.callable.remove(&(begins, number)).is_some()
@@ -266,8 +282,9 @@ impl Calendar {
 
     // === Promises ===
 
-    /// Promises the first slot with room that begins at `earliest` or later, at this rate, in requests per second. Whoever has a
-    /// good ticket gets the same again. `None`: there is no room within the horizon, all tickets are out, or nothing is promised here.
+    /// Promises the first slot with capacity that begins at `earliest` or later. The rate is in
+    /// requests per second. A client with a valid ticket gets the same one again. `None` if there
+    /// is no capacity within the horizon, all tickets are out, or nothing is promised here.
     pub fn reserve(
         &mut self,
         now: Moment,
@@ -275,7 +292,7 @@ impl Calendar {
         rate: f64,
         client: ClientKey,
         nonce: Nonce,
-    ) -> Option<Promise> {
+    ) -> Option<SlotPromise> {
         self.settle(now);
         if let Some(promise) = self.promise_of(client) {
             return Some(promise);
@@ -289,31 +306,31 @@ impl Calendar {
         let rate = self.shows.booked_rate(next.share, rate)?;
         let from = earliest.max(now).max(self.backlog.ends(now, rate, &self.slots));
         let slot = self.slot_with_room(now, from, rate, &next)?;
-        let Slot { begins, ends, .. } = *self.slots.get(slot)?;
+        let CalendarSlot { begins, ends, .. } = *self.slots.get(slot)?;
         self.drop_late_of(client);
         let ticket = Ticket { lane: self.lane, begins, ends, epoch: self.epoch, nonce };
         self.hold(ticket, client);
         self.put(nonce, slot);
         self.tally.promised += 1;
-        Some(Promise { ticket, is_new: true, ahead: self.ahead(self.holders.get(&nonce)?) })
+        Some(SlotPromise { ticket, is_new: true, ahead: self.ahead(self.holders.get(&nonce)?) })
     }
 
-    /// All promises that are out, as they were stored, in the order of their slots.
-    pub fn records(&self) -> Vec<Record> {
-        let mut holders: Vec<&Holder> = self.holders.values().collect();
+    /// Returns all open promises as they were stored, in the order of their slots.
+    pub fn records(&self) -> Vec<TicketRecord> {
+        let mut holders: Vec<&TicketHolder> = self.holders.values().collect();
         holders.sort_unstable_by_key(|holder| (holder.ticket.begins, holder.ticket.nonce));
         let mut records = Vec::with_capacity(holders.len());
-        for Holder { ticket, client, state, .. } in holders {
-            records.push(Record::Promised { ticket: *ticket, client: *client });
-            if matches!(state, State::Called(_)) {
-                records.push(Record::Called { nonce: ticket.nonce });
+        for TicketHolder { ticket, client, state, .. } in holders {
+            records.push(TicketRecord::Promised { ticket: *ticket, client: *client });
+            if matches!(state, HolderState::Called(_)) {
+                records.push(TicketRecord::Called { nonce: ticket.nonce });
             }
         }
         records
     }
 
-    /// Takes back a promise that was not given to anybody, as it could not be stored.
-    pub fn forget(&mut self, now: Moment, nonce: Nonce) -> Option<Record> {
+    /// Takes back a promise that could not be stored and was not given to anybody.
+    pub fn forget(&mut self, now: Moment, nonce: Nonce) -> Option<TicketRecord> {
         self.settle(now);
         let holder = self.remove(nonce)?;
         if let Some(slot) = holder.slot {
@@ -322,10 +339,11 @@ impl Calendar {
         }
         let made = if holder.is_adopted { &mut self.tally.adopted } else { &mut self.tally.promised };
         *made = made.saturating_sub(1);
-        Some(Record::Forgotten { nonce })
+        Some(TicketRecord::Forgotten { nonce })
     }
 
-    /// The holder of this ticket would hear a call, or would not any more. Only those who would are called.
+    /// Notes whether the holder of this ticket would receive a call. Only those that would are
+    /// called.
     pub fn listen(&mut self, nonce: Nonce, would_hear: bool) {
         let Some(holder) = self.holders.get(&nonce) else { return };
         let place = (holder.ticket.begins, holder.number);
@@ -336,8 +354,8 @@ impl Calendar {
         }
     }
 
-    /// Who may come before his slot, as there is capacity now: the first, who has not been called before. His place is kept
-    /// until the moment said. `None`: there is nobody.
+    /// Calls the first holder that was not called before, because there is capacity now. Its
+    /// position is kept until the returned moment. `None` if there is no such holder.
     pub fn call(&mut self, now: Moment) -> Option<(Nonce, Moment)> {
         self.settle(now);
         let now = self.now;
@@ -352,7 +370,7 @@ impl Calendar {
         Some((nonce, until))
     }
 
-    /// One who was called has his place from now on. Until when.
+    /// Keeps the position of a called holder from now on. Returns until when.
     fn keep_place(
         &mut self,
         nonce: Nonce,
@@ -364,43 +382,47 @@ impl Calendar {
         self.called_lately = (self.expected_called(now) + self.shows.rate(), now);
         let until = after(now, CALL_FOR);
         let holder = self.holders.get_mut(&nonce)?;
-        holder.state = State::Called(until);
+        holder.state = HolderState::Called(until);
         self.calls.insert((until, number), nonce);
         Some(until)
     }
 
     // === Holders ===
 
-    /// How a ticket stands that somebody shows. Its signature has been verified. Nothing changes by this alone.
-    pub fn show(&mut self, now: Moment, ticket: &Ticket) -> Shown {
+    /// Returns the status of a shown ticket. Its signature has been verified. Nothing changes.
+    pub fn show(&mut self, now: Moment, ticket: &Ticket) -> ShownTicket {
         self.settle(now);
         let now = self.now;
         let found = self.holders.get(&ticket.nonce).filter(|holder| holder.ticket == *ticket);
         let Some(holder) = found else {
             return match self.spent.contains_key(&ticket.nonce) {
-                true => Shown::Used,
-                false if after(ticket.ends, LATE_FOR) <= now => Shown::Expired,
-                false => Shown::Unknown,
+                true => ShownTicket::Used,
+                false if after(ticket.ends, LATE_FOR) <= now => ShownTicket::Expired,
+                false => ShownTicket::Unknown,
             };
         };
         match holder.state {
-            State::InLine => Shown::Used,
-            _ if holder.has_ended => Shown::Late,
-            _ if holder.ticket.begins <= now => Shown::Open { until: holder.ticket.ends },
-            State::Called(until) => Shown::Open { until },
-            State::Out => Shown::Early(self.promise(holder)),
+            HolderState::InLine => ShownTicket::Used,
+            _ if holder.has_ended => ShownTicket::Late,
+            _ if holder.ticket.begins <= now => ShownTicket::Open { until: holder.ticket.ends },
+            HolderState::Called(until) => ShownTicket::Open { until },
+            HolderState::Out => ShownTicket::Early(self.promise(holder)),
         }
     }
 
-    /// The holder is here, whenever that is, and is in line or runs at once. False: the ticket is not good.
+    /// Notes that the holder is in the queue or runs at once, at whatever time. Returns false if
+    /// the ticket is not valid.
     pub fn come(&mut self, now: Moment, nonce: Nonce) -> bool {
         self.settle(now);
-        let Some(holder) = self.holders.get_mut(&nonce).filter(|holder| holder.state != State::InLine) else {
+        let Some(holder) = self.holders.get_mut(&nonce).filter(|holder| holder.state != HolderState::InLine)
+        else {
             return false;
         };
-        let (begins, number, slot) = (holder.ticket.begins, holder.number, holder.slot);
+        let begins = holder.ticket.begins;
+        let number = holder.number;
+        let slot = holder.slot;
         self.late.remove(&(holder.ticket.ends, number));
-        let was = std::mem::replace(&mut holder.state, State::InLine);
+        let was = std::mem::replace(&mut holder.state, HolderState::InLine);
         if holder.has_ended && !holder.is_counted {
             holder.is_counted = true;
             *(if holder.was_missed { &mut self.tally.broken } else { &mut self.tally.late }) += 1;
@@ -409,7 +431,7 @@ impl Calendar {
         if let Some(slot) = slot.filter(|_| is_first_time) {
             self.slots.change(slot, |slot| slot.came += 1);
         }
-        if let State::Called(until) = was {
+        if let HolderState::Called(until) = was {
             self.calls.remove(&(until, number));
             self.called_lately = ((self.expected_called(now) - 1.0).max(0.0), now);
         }
@@ -417,51 +439,56 @@ impl Calendar {
         true
     }
 
-    /// The holder who came has his permit: the ticket is used up. What is to be stored once his request has ended; `None`: he had
-    /// not come.
-    pub fn ran(&mut self, now: Moment, nonce: Nonce) -> Option<Record> {
+    /// Notes that the holder has its permit: the ticket is used up. Returns the record to store
+    /// once its request has ended. `None` if the holder had not come.
+    pub fn ran(&mut self, now: Moment, nonce: Nonce) -> Option<TicketRecord> {
         self.settle(now);
-        self.holders.get(&nonce).filter(|holder| holder.state == State::InLine)?;
+        self.holders.get(&nonce).filter(|holder| holder.state == HolderState::InLine)?;
         let holder = self.remove(nonce)?;
         self.tally.kept += u64::from(!holder.has_ended);
         let until = after(holder.ticket.ends, LATE_FOR);
         self.remember_spent(nonce, until);
-        Some(Record::Spent { nonce, until })
+        Some(TicketRecord::Spent { nonce, until })
     }
 
-    /// The holder who came left the line before his turn. His ticket is as good as it was: a lost connection costs nobody his place.
-    pub fn left(&mut self, now: Moment, nonce: Nonce) {
+    /// Notes that the holder left the queue before its turn. Its ticket is valid again: a lost
+    /// connection costs nobody a position.
+    pub fn reinstate_holder(&mut self, now: Moment, nonce: Nonce) {
         self.settle(now);
-        let Some(holder) = self.holders.get_mut(&nonce).filter(|holder| holder.state == State::InLine) else {
+        let Some(holder) = self.holders.get_mut(&nonce).filter(|holder| holder.state == HolderState::InLine)
+        else {
             return;
         };
-        holder.state = State::Out;
+        holder.state = HolderState::Out;
         if holder.has_ended {
             self.late.insert((holder.ticket.ends, holder.number), nonce);
         }
     }
 
-    /// How the ticket with this number stands, for who waits outside.
-    pub fn standing(&self, now: Moment, nonce: Nonce) -> Standing {
+    /// Returns the status of the ticket with this number, for its waiting holder.
+    pub fn standing(&self, now: Moment, nonce: Nonce) -> TicketStatus {
         let Some(holder) = self.holders.get(&nonce) else {
-            return if self.spent.contains_key(&nonce) { Standing::Used } else { Standing::Unknown };
+            return if self.spent.contains_key(&nonce) { TicketStatus::Used } else { TicketStatus::Unknown };
         };
         let Ticket { begins, ends, .. } = holder.ticket;
         match holder.state {
-            State::InLine => Standing::Used,
-            _ if ends <= now => Standing::Late,
-            _ if begins <= now => Standing::Open { for_another: between(now, ends) },
-            State::Called(until) if until > now => Standing::Open { for_another: between(now, until) },
-            _ => Standing::Later { begins_in: between(now, begins), ahead: self.ahead(holder) },
+            HolderState::InLine => TicketStatus::Used,
+            _ if ends <= now => TicketStatus::Late,
+            _ if begins <= now => TicketStatus::Open { for_another: between(now, ends) },
+            HolderState::Called(until) if until > now => {
+                TicketStatus::Open { for_another: between(now, until) }
+            }
+            _ => TicketStatus::Later { begins_in: between(now, begins), ahead: self.ahead(holder) },
         }
     }
 
     // === Time ===
 
-    /// What time alone changes. Says when to come again; `None`: not before something is promised.
+    /// Applies changes that come from time alone. Returns when to call again; `None` if nothing
+    /// happens before the next promise.
     pub fn tick(&mut self, now: Moment) -> Option<Moment> {
         self.settle(now);
-        // Each slot's beginning too, so that it is known that somebody was here while it was open.
+        // The beginning of each slot counts, too, to show that the node was up while it was open.
         let slot = self.slots.row().front().filter(|_| !self.deadlines.is_empty());
         let slot = slot.map(|slot| if slot.begins > now { slot.begins } else { slot.ends });
         let deadline = self.deadlines.keys().next().map(|(ends, _)| *ends);
@@ -471,7 +498,7 @@ impl Calendar {
         [slot, deadline, call, late, spent].into_iter().flatten().min()
     }
 
-    /// Everything that has happened up to now by time alone.
+    /// Applies everything that time alone has caused up to now.
     fn settle(&mut self, now: Moment) {
         let before = self.now;
         self.now = now.max(before);
@@ -479,14 +506,14 @@ impl Calendar {
         let now = self.now;
         while let Some(nonce) = pop_until(&mut self.calls, now) {
             if let Some(holder) = self.holders.get_mut(&nonce) {
-                holder.state = State::Out;
+                holder.state = HolderState::Out;
             }
         }
         while let Some(nonce) = pop_until(&mut self.deadlines, now) {
             self.end(nonce, before);
         }
         while let Some(slot) = self.slots.pop_ended(now) {
-            // In one that nobody was here in, nobody could come.
+            // In a slot during which the node was down, no holder could come.
             if slot.is_whole && slot.begins <= before {
                 self.shows.learn(slot.came, slot.given);
             }
@@ -502,20 +529,20 @@ impl Calendar {
         }
     }
 
-    /// A slot's end has passed for this holder.
+    /// Handles the end of a holder's slot.
     fn end(&mut self, nonce: Nonce, before: Moment) {
-        if let Some(Holder { ticket, number, slot, .. }) = self.holders.get(&nonce) {
+        if let Some(TicketHolder { ticket, number, slot, .. }) = self.holders.get(&nonce) {
             self.call_no_more(ticket.begins, *number, *slot);
         }
         let Some(holder) = self.holders.get_mut(&nonce) else { return };
         holder.has_ended = true;
         holder.was_missed = before < holder.ticket.begins;
-        if holder.state == State::InLine {
+        if holder.state == HolderState::InLine {
             holder.is_counted = true;
             self.tally.broken += 1;
             return;
         }
-        if let State::Called(until) = std::mem::replace(&mut holder.state, State::Out) {
+        if let HolderState::Called(until) = std::mem::replace(&mut holder.state, HolderState::Out) {
             self.calls.remove(&(until, holder.number));
         }
         self.late.insert((holder.ticket.ends, holder.number), nonce);
@@ -528,7 +555,13 @@ impl Calendar {
 
     // === Slots ===
 
-    fn slot_with_room(&mut self, now: Moment, from: Moment, rate: f64, next: &Next) -> Option<SlotNumber> {
+    fn slot_with_room(
+        &mut self,
+        now: Moment,
+        from: Moment,
+        rate: f64,
+        next: &TicketPolicy,
+    ) -> Option<SlotNumber> {
         let last = after(now, next.horizon);
         if let Some(found) = self.slots.first_with_room(from, rate) {
             return Some(found).filter(|slot| self.slots.get(*slot).is_some_and(|slot| slot.begins <= last));
@@ -536,7 +569,8 @@ impl Calendar {
         let len = slot_len(next, rate)?;
         let first = match self.slots.row().back() {
             Some(back) => back.ends,
-            // A slot begins exactly where one is wanted first, and those before it count back from there to now.
+            // A slot begins exactly where one is wanted first. Earlier slots are laid back from
+            // there to now.
             None => Moment(from.0 - (from.0 - now.0) / len * len),
         };
         let fillers = from.0.saturating_sub(first.0).div_ceil(len);
@@ -571,13 +605,13 @@ impl Calendar {
 
     fn hold(&mut self, ticket: Ticket, client: ClientKey) {
         self.number += 1;
-        let holder = Holder {
+        let holder = TicketHolder {
             ticket,
             client,
             number: self.number,
             slot: None,
             rank: 0,
-            state: State::Out,
+            state: HolderState::Out,
             has_come: false,
             has_ended: false,
             was_missed: false,
@@ -588,11 +622,11 @@ impl Calendar {
         self.holders.insert(ticket.nonce, holder);
     }
 
-    /// Takes a holder out of everything.
-    fn remove(&mut self, nonce: Nonce) -> Option<Holder> {
+    /// Removes a holder from all tables.
+    fn remove(&mut self, nonce: Nonce) -> Option<TicketHolder> {
         let holder = self.holders.remove(&nonce)?;
         self.adopted -= usize::from(holder.is_adopted);
-        if let State::Called(until) = holder.state {
+        if let HolderState::Called(until) = holder.state {
             self.calls.remove(&(until, holder.number));
         }
         self.call_no_more(holder.ticket.begins, holder.number, holder.slot);
@@ -612,33 +646,36 @@ impl Calendar {
         self.tally.never_came += u64::from(dropped.is_some_and(|holder| !holder.is_counted));
     }
 
-    /// A client's late ticket makes way for a new one: nobody has two.
+    /// Drops a client's late ticket in favour of a new one: no client has two.
     fn drop_late_of(&mut self, client: ClientKey) {
         let nonce = self.clients.get(&client).copied();
         let is_late = |nonce: &Nonce| {
-            self.holders.get(nonce).is_some_and(|holder| holder.has_ended && holder.state != State::InLine)
+            self.holders
+                .get(nonce)
+                .is_some_and(|holder| holder.has_ended && holder.state != HolderState::InLine)
         };
         if let Some(nonce) = nonce.filter(is_late) {
             self.drop_late(nonce);
         }
     }
 
-    /// The promise a client has, while its slot has not ended.
-    fn promise_of(&self, client: ClientKey) -> Option<Promise> {
+    /// Returns the promise of a client while its slot has not ended.
+    fn promise_of(&self, client: ClientKey) -> Option<SlotPromise> {
         let holder = self.holders.get(self.clients.get(&client)?)?;
         (!holder.has_ended).then(|| self.promise(holder))
     }
 
-    fn promise(&self, holder: &Holder) -> Promise {
-        Promise { ticket: holder.ticket, is_new: false, ahead: self.ahead(holder) }
+    fn promise(&self, holder: &TicketHolder) -> SlotPromise {
+        SlotPromise { ticket: holder.ticket, is_new: false, ahead: self.ahead(holder) }
     }
 
     fn ends_of(&self, nonce: Nonce) -> Option<Moment> {
         self.holders.get(&nonce).map(|holder| holder.ticket.ends)
     }
 
-    /// Tickets before this one: never fewer than there are. Within its own slot it is not told which of those before it have run.
-    fn ahead(&self, holder: &Holder) -> u32 {
+    /// Returns the number of tickets before this one, never fewer than there are. Within its own
+    /// slot, tickets before it count even if they have run.
+    fn ahead(&self, holder: &TicketHolder) -> u32 {
         let Some(slot) = holder.slot else { return 0 };
         let others = self.slots.get(slot).map_or(0, |slot| slot.out.saturating_sub(1));
         self.slots.out_before(slot) + holder.rank.min(others)
@@ -656,8 +693,9 @@ impl Calendar {
     }
 }
 
-impl Record {
-    /// From when on it need not be kept: nothing would be done differently for it. `None`: it only says something of another one.
+impl TicketRecord {
+    /// Returns when it need not be kept any longer because it changes nothing. `None` if it only
+    /// refers to another record.
     pub fn over_at(&self) -> Option<Moment> {
         match self {
             Self::Promised { ticket, .. } => Some(after(ticket.ends, LATE_FOR)),
@@ -667,7 +705,7 @@ impl Record {
     }
 }
 
-/// Takes out the first, if its moment has come.
+/// Removes and returns the first if its moment has come.
 fn pop_until(places: &mut BTreeMap<Place, Nonce>, now: Moment) -> Option<Nonce> {
     let first = places.first_entry().filter(|first| first.key().0 <= now)?;
     Some(first.remove())
@@ -689,5 +727,6 @@ fn count(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
+mod capacity;
 #[cfg(test)]
 mod tests;

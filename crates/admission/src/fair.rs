@@ -1,73 +1,77 @@
-//! Who goes next among the lanes inside one lane: start-time fair queueing, by weight, in work rather than in requests.
+//! Chooses the next lane among the lanes inside one lane: start-time fair queueing by weight, in
+//! work instead of requests.
 //!
-//! Each flow (a lane's own line, or a lane inside it) has a start tag; the least goes first. What a flow is given moves its tag
-//! on by the expected service over its weight. One that was away starts at the virtual time, that is, where the others are, less
-//! a [`BURST`]: it has saved up next to nothing and owes nothing. So nobody is passed by more than one request per other flow and
-//! turn, and once by a burst of one that was away.
+//! Each flow (a lane's own queue, or a lane inside it) has a start tag; the least goes first. A
+//! granted request moves the flow's tag by its expected service over the weight. A flow that was
+//! away starts at the virtual time, where the others are, less a [`BURST`]. It has saved up almost
+//! nothing and owes nothing. So each other flow can pass a waiter with one request per turn. A flow
+//! that was away can pass it with one burst.
 //!
-//! Not here: who may go at all, which is a matter of bounds (`machine::tree`), and the order within a line (`machine::line`).
+//! Not here: who may go at all, which is a matter of bounds (`machine::tree`), and the order within
+//! a line (`machine::wait_queue`).
 
 use std::collections::BTreeMap;
 
-/// Tags count microseconds of service times this, over the weight: fine enough for a microsecond at the largest weight.
+/// Scale of tags: microseconds of service times this, over the weight. It keeps a microsecond
+/// visible at the largest weight.
 const SCALE_BITS: u32 = 16;
-/// The largest cost of one request, in microseconds (12 days): so that the scaled one fits.
+/// Largest cost of one request, in microseconds (12 days), so that the scaled cost fits.
 const COST_MAX: f64 = 1e12;
 
 /// The flows inside one lane that can go.
 #[derive(Debug, Default)]
-pub(crate) struct Fair {
+pub(crate) struct FairShare {
     virtual_time: u128,
     ready: BTreeMap<Tag, u32>,
-    /// Sum of the ready ones' weights.
+    /// Sum of the weights of ready flows.
     weight: u64,
-    /// Among equal tags, who was ready first goes first.
+    /// Among equal tags, the flow that was ready first goes first.
     turns: u64,
 }
 
-/// What a flow has had.
+/// Service that a flow has received.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Flow {
-    /// Where its next request starts at the earliest, in virtual time.
+pub(crate) struct LaneFlow {
+    /// Earliest start of its next request, in virtual time.
     finish: u128,
-    /// By how much its last request moved that.
+    /// Distance by which its last request moved `finish`.
     step: u64,
-    /// Its place among the ready ones, and its weight there.
+    /// Its position among the ready flows, and its weight there.
     place: Option<(Tag, u32)>,
 }
 
 type Tag = (u128, u64);
 
-impl Flow {
+impl LaneFlow {
     pub(crate) fn is_ready(&self) -> bool {
         self.place.is_some()
     }
 }
 
-impl Fair {
-    /// Nobody can go.
+impl FairShare {
+    /// Returns true if no flow can go.
     pub(crate) fn is_empty(&self) -> bool {
         self.ready.is_empty()
     }
 
-    /// The part of what flows here that this flow has, or would have, as things are.
-    pub(crate) fn share(&self, flow: &Flow, weight: u32) -> f64 {
+    /// Returns the part of the total that this flow has, or would have, at present.
+    pub(crate) fn share(&self, flow: &LaneFlow, weight: u32) -> f64 {
         let others = self.weight - flow.place.map_or(0, |(_, weight)| u64::from(weight));
         f64::from(weight) / (others as f64 + f64::from(weight))
     }
 
-    /// The flow whose turn it is.
+    /// Returns the flow that is next.
     pub(crate) fn first(&self) -> Option<u32> {
         self.ready.first_key_value().map(|(_, id)| *id)
     }
 
-    /// Where a flow starts that was away: where the others are, less a small burst.
-    fn start(&self, flow: &Flow) -> u128 {
+    /// Returns where a flow starts that was away: where the others are, less a small burst.
+    fn start(&self, flow: &LaneFlow) -> u128 {
         flow.finish.max(self.virtual_time.saturating_sub(u128::from(flow.step * BURST)))
     }
 
-    /// From now on this flow can go.
-    pub(crate) fn activate(&mut self, flow: &mut Flow, id: u32, weight: u32) {
+    /// Marks this flow as ready.
+    pub(crate) fn activate(&mut self, flow: &mut LaneFlow, id: u32, weight: u32) {
         debug_assert!(flow.place.is_none(), "a flow becomes ready once");
         let tag = (self.start(flow), self.turns);
         self.turns += 1;
@@ -76,16 +80,17 @@ impl Fair {
         flow.place = Some((tag, weight));
     }
 
-    /// From now on it cannot.
-    pub(crate) fn deactivate(&mut self, flow: &mut Flow) {
+    /// Marks this flow as not ready.
+    pub(crate) fn deactivate(&mut self, flow: &mut LaneFlow) {
         if let Some((tag, weight)) = flow.place.take() {
             self.ready.remove(&tag);
             self.weight -= u64::from(weight);
         }
     }
 
-    /// A request of this flow runs, in its turn or because nobody else can: `cost` is its expected service in microseconds.
-    pub(crate) fn charge(&mut self, flow: &mut Flow, cost: f64, weight: u32) {
+    /// Charges a request of this flow that runs, in its turn or because no other can. `cost` is its
+    /// expected service in microseconds.
+    pub(crate) fn charge(&mut self, flow: &mut LaneFlow, cost: f64, weight: u32) {
         let start = flow.place.map_or_else(|| self.start(flow), |(tag, _)| tag.0);
         self.virtual_time = self.virtual_time.max(start);
         flow.step = step(cost, weight);
@@ -101,11 +106,13 @@ impl Fair {
     }
 }
 
-/// Requests that may come at once in a lane that asks for less than its part, without the later ones waiting for the lane's next turn:
-/// people's requests come in twos and threes. So much, and no more, is saved up while a lane is away.
+/// Requests that may come at once in a lane that uses less than its part. The later ones do not
+/// wait for the lane's next turn: people's requests come in twos and threes. A lane saves up no
+/// more than this while it is away.
 const BURST: u64 = 2;
 
-/// By how much a cost moves a tag: never nothing, so that turns go round even where requests cost nothing.
+/// Returns how far a cost moves a tag. Never 0, so that turns advance even if requests cost
+/// nothing.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 fn step(cost: f64, weight: u32) -> u64 {
     let scaled = (cost.clamp(1.0, COST_MAX) as u64) << SCALE_BITS;
@@ -117,8 +124,8 @@ mod tests {
     use super::*;
 
     fn served(
-        fair: &mut Fair,
-        flows: &mut [Flow],
+        fair: &mut FairShare,
+        flows: &mut [LaneFlow],
         costs: &[f64],
         weights: &[u32],
         rounds: usize,
@@ -134,8 +141,8 @@ mod tests {
 
     #[test]
     fn work_is_shared_by_weight_whatever_a_request_costs() {
-        let mut fair = Fair::default();
-        let mut flows = [Flow::default(); 3];
+        let mut fair = FairShare::default();
+        let mut flows = [LaneFlow::default(); 3];
         for (id, flow) in (0..).zip(flows.iter_mut()) {
             fair.activate(flow, id, 100);
         }
@@ -145,9 +152,9 @@ mod tests {
     }
 
     #[test]
-    fn who_was_away_saved_up_a_burst_and_owes_nothing() {
-        let mut fair = Fair::default();
-        let mut flows = [Flow::default(); 2];
+    fn absent_flow_saves_up_a_burst_and_owes_nothing() {
+        let mut fair = FairShare::default();
+        let mut flows = [LaneFlow::default(); 2];
         fair.activate(&mut flows[0], 0, 100);
         served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 1_000);
         fair.activate(&mut flows[1], 1, 100);
@@ -166,8 +173,8 @@ mod tests {
 
     #[test]
     fn equal_tags_go_in_the_order_they_became_ready() {
-        let mut fair = Fair::default();
-        let mut flows = [Flow::default(); 3];
+        let mut fair = FairShare::default();
+        let mut flows = [LaneFlow::default(); 3];
         for id in [2usize, 0, 1] {
             fair.activate(&mut flows[id], u32::try_from(id).expect("small"), 100);
         }

@@ -1,4 +1,4 @@
-//! One lane: its bounds, who runs and waits in it, and what it has had of what is around it.
+//! One lane: its limits, its running and waiting requests, and its part of the lanes around it.
 //!
 //! Not here: how lanes act together (`machine::tree`), and what a lane has learned (`predict`).
 
@@ -6,16 +6,16 @@ use std::collections::{BTreeSet, HashMap};
 
 use slab::Slab;
 
-use crate::bound::Auto;
-use crate::fair::{Fair, Flow};
-use crate::machine::line::Line;
-use crate::predict::{Learned, Slot};
-use crate::{Bounds, Counts, LaneName, Moment, Run};
+use crate::bound::AdaptiveLimit;
+use crate::fair::{FairShare, LaneFlow};
+use crate::machine::wait_queue::WaitQueue;
+use crate::predict::{ClassSlot, LaneStats};
+use crate::{LaneCounts, LaneLimits, LaneName, Moment, RunLimit};
 
-/// The weight of a lane's own line against the lanes inside it: what those have unless it is set otherwise.
+/// Weight of a lane's own queue against the lanes inside it. It equals their default.
 pub(crate) const OWN_WEIGHT: u32 = 100;
 
-/// Stands for a lane's own line among its flows.
+/// Denotes a lane's own queue among its flows.
 pub(crate) const OWN_LINE: u32 = u32::MAX;
 
 #[derive(Debug)]
@@ -24,43 +24,44 @@ pub(crate) struct Lane {
     pub(crate) name: LaneName,
     pub(crate) around: Option<u32>,
     pub(crate) inner: HashMap<LaneName, u32>,
-    /// It was removed, and stays only until what runs in it has ended.
+    /// It was removed, and exists only until its running requests have ended.
     pub(crate) is_gone: bool,
 
-    pub(crate) bounds: Bounds,
-    /// What may run now.
+    pub(crate) bounds: LaneLimits,
+    /// Number of requests that may run now.
     pub(crate) run: u32,
-    pub(crate) auto: Option<Box<Auto>>,
+    pub(crate) auto: Option<Box<AdaptiveLimit>>,
 
-    /// Permits in use here and in the lanes inside, lent ones too.
+    /// Permits in use here and in the lanes inside, lent ones included.
     pub(crate) running: u32,
-    /// Of them, the requests that were offered to this lane itself, with their beginnings.
-    pub(crate) own: Slab<(Slot, Moment)>,
+    /// Those of `running` that were offered to this lane itself, with their start times.
+    pub(crate) own: Slab<(ClassSlot, Moment)>,
     pub(crate) lent: u32,
-    /// The lanes inside, and this one, that have lent permits out and were not asked for them yet.
+    /// The lanes inside, and this one, that have lent permits out and were not asked to return them
+    /// yet.
     pub(crate) lending: BTreeSet<u32>,
 
-    pub(crate) line: Line,
-    /// Of those in the own line, those who came on a ticket.
+    pub(crate) line: WaitQueue,
+    /// Requests in the own queue that came with a ticket.
     pub(crate) holders: u32,
-    /// Held for those in the own line.
+    /// Bytes held for requests in the own queue.
     pub(crate) bytes: u64,
-    /// In the lines of this lane and of those inside.
+    /// Requests in the queues of this lane and of those inside.
     pub(crate) waiting_within: u32,
     pub(crate) queued_since: Option<Moment>,
 
-    /// Among the own line and the lanes inside.
-    pub(crate) fair: Fair,
-    pub(crate) own_flow: Flow,
-    /// This lane among those inside the one around it.
-    pub(crate) flow: Flow,
+    /// Fair choice among the own queue and the lanes inside.
+    pub(crate) fair: FairShare,
+    pub(crate) own_flow: LaneFlow,
+    /// This lane among those inside the lane around it.
+    pub(crate) flow: LaneFlow,
 
-    pub(crate) learned: Learned,
-    pub(crate) counts: Counts,
+    pub(crate) learned: LaneStats,
+    pub(crate) counts: LaneCounts,
 }
 
 impl Lane {
-    pub(crate) fn new(generation: u32, name: LaneName, around: Option<u32>, bounds: Bounds) -> Self {
+    pub(crate) fn new(generation: u32, name: LaneName, around: Option<u32>, bounds: LaneLimits) -> Self {
         let mut lane = Self {
             generation,
             name,
@@ -73,48 +74,50 @@ impl Lane {
             own: Slab::new(),
             lent: 0,
             lending: BTreeSet::new(),
-            line: Line::default(),
+            line: WaitQueue::default(),
             holders: 0,
             bytes: 0,
             waiting_within: 0,
             queued_since: None,
-            fair: Fair::default(),
-            own_flow: Flow::default(),
-            flow: Flow::default(),
-            learned: Learned::default(),
-            counts: Counts::default(),
+            fair: FairShare::default(),
+            own_flow: LaneFlow::default(),
+            flow: LaneFlow::default(),
+            learned: LaneStats::default(),
+            counts: LaneCounts::default(),
             bounds,
         };
         lane.take_run();
         lane
     }
 
-    /// New bounds. Who waits stays in line, and who runs runs on, even if there are now too many.
-    pub(crate) fn set(&mut self, bounds: Bounds) {
+    /// Sets new limits. Waiting requests stay in the queue, and running ones continue, even if they
+    /// are too many now.
+    pub(crate) fn set(&mut self, bounds: LaneLimits) {
         self.bounds = bounds;
         self.take_run();
     }
 
     fn take_run(&mut self) {
         match self.bounds.run {
-            Run::Fixed(run) => {
+            RunLimit::Fixed(run) => {
                 self.auto = None;
                 self.run = run;
             }
-            Run::Auto { min, max } => {
-                let auto = self.auto.get_or_insert_with(|| Box::new(Auto::new(min, max)));
+            RunLimit::Auto { min, max } => {
+                let auto = self.auto.get_or_insert_with(|| Box::new(AdaptiveLimit::new(min, max)));
                 auto.set(min, max);
                 self.run = auto.run();
             }
         }
     }
 
-    /// How many requests run that were offered to this lane itself.
+    /// Returns how many requests run that were offered to this lane itself.
     pub(crate) fn running_own(&self) -> u32 {
         u32::try_from(self.own.len()).unwrap_or(u32::MAX)
     }
 
-    /// To be called before anything changes in a line, or in what runs while there is one.
+    /// Accounts for the time in the queue. Must be called before a change to the queue, or to the
+    /// running requests while there is a queue.
     pub(crate) fn pass_time_in_line(&mut self, now: Moment) {
         self.learned.pass_time_in_line(now, self.running_own());
     }
@@ -123,7 +126,7 @@ impl Lane {
         self.running >= self.run
     }
 
-    /// Somebody in here can go, as far as this lane is concerned.
+    /// Returns whether a request in here can go, as far as this lane is concerned.
     pub(crate) fn is_ready(&self) -> bool {
         !self.is_gone && !self.is_full() && !self.fair.is_empty()
     }

@@ -1,13 +1,12 @@
-//! The facade: what a caller offers, releases and asks, and what follows from it.
+//! The facade of admission: offers, releases and queries of the caller, and their effects.
 //!
-//! After each call nobody waits who could run: whatever frees a permit hands it on before it returns. So an offer that finds
-//! room passes nobody.
+//! Invariant: after each call, no request waits that could run. A call that frees a permit hands it
+//! on before it returns. So an offer that finds capacity passes no other request.
 //!
-//! Not here: the tree of lanes and whose turn it is (`machine::tree`), waits (`machine::waits`), tickets (`machine::promises`),
-//! permits in bulk (`machine::lending`).
+//! Not here: the tree of lanes and whose turn it is (`machine::tree`), waits (`machine::waits`),
+//! tickets (`machine::promises`), permits in bulk (`machine::lending`).
 
 mod lending;
-pub(crate) mod line;
 mod promises;
 mod tree;
 mod waits;
@@ -18,72 +17,77 @@ use std::time::Duration;
 
 use slab::Slab;
 
-use self::line::{Place, Rank};
-use self::promises::{Holding, Promised};
-use self::waits::{Wait, micros};
-use crate::bound::Observed;
+use self::promises::{HeldTicket, PromiseTable};
+use self::waits::{ExpectedWait, micros};
+use crate::bound::LimitSample;
 use crate::lane::Lane;
-use crate::predict::{Outcome, Slot};
+use crate::machine::wait_queue::{QueuePosition, QueueRank};
+use crate::predict::{ClassSlot, WaitOutcome};
 use crate::{
-    Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass,
-    Pressure, Refused, Used,
+    AdmissionEffect, AdmissionRefusal, AdmissionRequest, CostClass, CpuPressure, Decision, LaneId,
+    LaneLimits, LaneLoad, LaneName, LaneReport, Moment, PRIORITY_STEP, RequestKey, ServiceUse,
 };
 
-/// Lanes nest so deep: the node's, a tenant's, a site's, a rule's.
+/// Deepest nesting of lanes: the node's, a tenant's, a site's, a rule's.
 pub const DEPTH_MAX: usize = 4;
 
-/// Bounds that are found by measuring look at the clock this often while something runs.
+/// Interval at which adaptive bounds are evaluated while something runs.
 const AUTO_TICK: Duration = Duration::from_millis(100);
 
-/// Limits of [`Ask::priority`].
+/// Positions in each queue for requests that were admitted before, in addition to those of
+/// newcomers.
+const VISITORS_WAITING_MAX: u32 = 256;
+
+/// Limits of [`AdmissionRequest::priority`].
 const PRIORITY_MOST: i8 = 100;
 
-/// All lanes of a node, who runs and waits in them, and who is promised what.
+/// All lanes of a node, their running and waiting requests, and the promises.
 #[derive(Debug)]
 pub struct Admission {
     lanes: Slab<Lane>,
     root: LaneId,
-    /// Lanes that there have been.
+    /// Number of lanes so far.
     generations: u32,
-    requests: HashMap<Pass, Request, BuildHasherDefault<PassHasher>>,
-    /// Requests that there have been.
+    requests: HashMap<RequestKey, AdmittedRequest, BuildHasherDefault<PassHasher>>,
+    /// Number of requests so far.
     offered: u64,
-    effects: Vec<Effect>,
-    /// Lanes with a bound that is found by measuring, in which something runs.
+    effects: Vec<AdmissionEffect>,
+    /// Lanes with an adaptive bound in which something runs.
     autos: BTreeSet<u32>,
-    promised: Promised,
+    promised: PromiseTable,
 }
 
-/// A request that waits or runs. Small, as most only run, and each is put down and taken up once.
+/// A request that waits or runs. It is small: most requests only run, and each is stored and
+/// removed once.
 #[derive(Debug)]
-struct Request {
+struct AdmittedRequest {
     lane: u32,
-    state: State,
+    state: RequestState,
 }
 
 #[derive(Debug)]
-enum State {
-    Waits(Box<Waiting>),
-    /// With its seat among those that run in its lane.
+enum RequestState {
+    Waits(Box<WaitingRequest>),
+    /// Holds its index among the running requests of its lane.
     Runs(usize),
 }
 
-/// One in line.
+/// A request in the queue.
 #[derive(Debug)]
-struct Waiting {
-    slot: Slot,
-    place: Place,
+struct WaitingRequest {
+    slot: ClassSlot,
+    place: QueuePosition,
     since: Moment,
     bytes: u64,
     /// The wait that was expected when it came.
-    wait: Option<Wait>,
-    /// How often the pace had changed then; `None`: it was not well known.
+    wait: Option<ExpectedWait>,
+    /// How often the pace had changed by then; `None` if the pace was not well known.
     changes: Option<u32>,
-    /// The ticket on which it came.
-    holding: Option<Holding>,
+    /// The ticket with which it came.
+    holding: Option<HeldTicket>,
 }
 
-/// Passes are consecutive numbers: spreading them is all that is needed.
+/// A hasher for passes. They are consecutive numbers, so spreading them is enough.
 #[derive(Debug, Default, Clone, Copy)]
 struct PassHasher(u64);
 
@@ -107,8 +111,8 @@ impl Hasher for PassHasher {
 // === Lanes ===
 
 impl Admission {
-    /// A node's admission, with the bounds of the node's own lane.
-    pub fn new(_now: Moment, node: Bounds) -> Self {
+    /// Creates a node's admission, with the limits of the node's own lane.
+    pub fn new(_now: Moment, node: LaneLimits) -> Self {
         let mut admission = Self {
             lanes: Slab::new(),
             root: LaneId { index: 0, generation: 0 },
@@ -117,20 +121,20 @@ impl Admission {
             offered: 0,
             effects: Vec::new(),
             autos: BTreeSet::new(),
-            promised: Promised::default(),
+            promised: PromiseTable::default(),
         };
         admission.root = admission.make_lane(LaneName([0; 16]), None, node);
         admission
     }
 
-    /// The node's own lane.
+    /// Returns the node's own lane.
     pub fn root(&self) -> LaneId {
         self.root
     }
 
-    /// The lane of this name inside another one: made, or found and set. Where lanes would nest deeper than [`DEPTH_MAX`], and inside
-    /// a lane that is gone, none is made, and the answer is the lane `inside` itself.
-    pub fn lane(&mut self, now: Moment, inside: LaneId, name: LaneName, bounds: Bounds) -> LaneId {
+    /// Finds or makes the lane of this name inside another one, and sets its limits. Returns
+    /// `inside` itself if lanes would nest deeper than [`DEPTH_MAX`], or if `inside` is gone.
+    pub fn lane(&mut self, now: Moment, inside: LaneId, name: LaneName, bounds: LaneLimits) -> LaneId {
         let Some(around) = self.find(inside) else { return inside };
         if let Some(found) = self.at(around).inner.get(&name) {
             let found = self.id_of(*found);
@@ -145,8 +149,9 @@ impl Admission {
         lane
     }
 
-    /// Changes a lane's bounds, at once. Who waits stays in line, who runs runs on. False: the lane is gone.
-    pub fn set(&mut self, now: Moment, lane: LaneId, bounds: Bounds) -> bool {
+    /// Changes a lane's limits at once. Waiting requests stay in the queue and running ones
+    /// continue. Returns false if the lane is gone.
+    pub fn set(&mut self, now: Moment, lane: LaneId, bounds: LaneLimits) -> bool {
         let Some(index) = self.find(lane) else { return false };
         let lane = self.at_mut(index);
         if lane.bounds == bounds {
@@ -166,12 +171,13 @@ impl Admission {
         true
     }
 
-    /// Removes a lane with those inside it. Who waits there is dismissed; who runs runs on, counted in the lanes around.
+    /// Removes a lane with those inside it. Its waiting requests are dismissed. Running ones
+    /// continue, counted in the lanes around.
     pub fn remove(&mut self, now: Moment, lane: LaneId) {
         let Some(index) = self.find(lane).filter(|index| *index != self.root.index) else { return };
         for index in self.with_inner(index) {
             if self.at(index).lent > 0 {
-                self.effects.push(Effect::Recall(self.id_of(index)));
+                self.effects.push(AdmissionEffect::Recall(self.id_of(index)));
             }
             self.stop_promising(index);
             self.detach(index);
@@ -183,14 +189,15 @@ impl Admission {
 // === Requests ===
 
 impl Admission {
-    /// A request wants to run. What the answer promises is durable once the effects of this call are carried out.
-    pub fn offer(&mut self, now: Moment, lane: LaneId, ask: Ask) -> Offer {
-        let Some(index) = self.find(lane) else { return Offer::Refused(Refused::NoLane) };
+    /// Offers a request that wants to run. A promise in the result is durable once the effects of
+    /// this call are carried out.
+    pub fn offer(&mut self, now: Moment, lane: LaneId, ask: AdmissionRequest) -> Decision {
+        let Some(index) = self.find(lane) else { return Decision::Refused(AdmissionRefusal::NoLane) };
         let path = self.path(index);
         let has_room = self.has_room(&path);
         let slot = self.at_mut(index).learned.slot(now, ask.class);
         if ask.passes {
-            return Offer::Run(self.run_at_once(now, index, slot));
+            return Decision::Run(self.run_at_once(now, index, slot));
         }
         if let Some(ticket) = &ask.ticket
             && let Some(offer) = self.offer_to_holder(now, index, slot, &ask, ticket, has_room)
@@ -198,28 +205,34 @@ impl Admission {
             return offer;
         }
         if has_room {
-            return Offer::Run(self.run_at_once(now, index, slot));
+            return Decision::Run(self.run_at_once(now, index, slot));
         }
         self.recall(now, path.as_slice());
+        if ask.is_visiting && ask.can_wait && self.has_place_for_visitor(index, &ask) {
+            let order = order_of(now, ask.priority);
+            return self.get_in_line(now, index, slot, &ask, (QueueRank::Visitor, order), None);
+        }
         let wait = self.wait_at_end(now, index);
         if ask.can_wait && self.has_place(index, &ask, wait) {
             let order = order_of(now, ask.priority);
-            return self.get_in_line(now, index, slot, &ask, (Rank::Newcomer, order), None);
+            return self.get_in_line(now, index, slot, &ask, (QueueRank::Newcomer, order), None);
         }
         self.turn_away(now, index, &ask, wait)
     }
 
-    /// The client left while it waited, or between [`Effect::Run`] and the start.
-    pub fn cancel(&mut self, now: Moment, pass: Pass) {
+    /// Cancels a request whose client left while it waited, or between [`Effect::Run`] and the
+    /// start.
+    pub fn cancel(&mut self, now: Moment, pass: RequestKey) {
         self.end(now, pass, None);
     }
 
-    /// A request that ran has ended.
-    pub fn release(&mut self, now: Moment, pass: Pass, used: Used) {
+    /// Releases the permit of a request that has ended.
+    pub fn release(&mut self, now: Moment, pass: RequestKey, used: ServiceUse) {
         self.end(now, pass, Some(used));
     }
 
-    /// What time alone changes: slots and calls that end, bounds that are found by measuring. Says when to come again.
+    /// Applies changes that come from time alone: ends of slots and calls, adaptive bounds. Returns
+    /// when to call again.
     pub fn tick(&mut self, now: Moment) -> Option<Moment> {
         let autos: Vec<u32> = self.autos.iter().copied().collect();
         for index in autos {
@@ -237,28 +250,29 @@ impl Admission {
         [promises, auto].into_iter().flatten().min()
     }
 
-    /// What is to be done, in order. To be called after each call; empty if that one caused nothing.
-    pub fn drain_effects(&mut self) -> impl Iterator<Item = Effect> {
+    /// Returns the pending effects, in order. Must be called after each call; it is empty if that
+    /// call caused nothing.
+    pub fn drain_effects(&mut self) -> impl Iterator<Item = AdmissionEffect> {
         self.effects.drain(..)
     }
 
-    /// A sample of what ran on lent permits.
-    pub fn learn(&mut self, now: Moment, lane: LaneId, class: Class, used: Used) {
+    /// Learns from a sample of what ran on lent permits.
+    pub fn learn(&mut self, now: Moment, lane: LaneId, class: CostClass, used: ServiceUse) {
         let Some(index) = self.find(lane).filter(|_| used.is_whole) else { return };
         let slot = self.at_mut(index).learned.slot(now, class);
         self.learn_from(now, index, slot, used.service);
     }
 
-    /// How hard it is for what runs in a lane.
-    pub fn feel(&mut self, now: Moment, lane: LaneId, pressure: Pressure) {
+    /// Records the resource pressure on a lane.
+    pub fn feel(&mut self, now: Moment, lane: LaneId, pressure: CpuPressure) {
         let Some(index) = self.find(lane) else { return };
         if let Some(auto) = &mut self.at_mut(index).auto {
             auto.feel(now, pressure);
         }
     }
 
-    /// There is a place in line for a newcomer.
-    fn has_place(&self, index: u32, ask: &Ask, wait: Option<Wait>) -> bool {
+    /// Returns whether the queue has a position for a newcomer.
+    fn has_place(&self, index: u32, ask: &AdmissionRequest, wait: Option<ExpectedWait>) -> bool {
         let lane = self.at(index);
         let longest = lane.bounds.wait;
         let is_in_time = wait.is_none_or(|wait| micros(wait.expected) <= longest);
@@ -268,16 +282,24 @@ impl Admission {
             && lane.bytes.saturating_add(ask.bytes) <= lane.bounds.wait_bytes
     }
 
-    fn new_pass(&mut self) -> Pass {
-        self.offered += 1;
-        Pass(self.offered)
+    /// Returns the same for a request whose visit goes on, whatever the length of the queue. It
+    /// goes first. Visitors have positions in addition to those of newcomers.
+    fn has_place_for_visitor(&self, index: u32, ask: &AdmissionRequest) -> bool {
+        let lane = self.at(index);
+        let most = lane.bounds.wait_count.saturating_add(VISITORS_WAITING_MAX);
+        lane.line.len() < most && lane.bytes.saturating_add(ask.bytes) <= lane.bounds.wait_bytes
     }
 
-    fn run_at_once(&mut self, now: Moment, index: u32, slot: Slot) -> Pass {
+    fn new_pass(&mut self) -> RequestKey {
+        self.offered += 1;
+        RequestKey(self.offered)
+    }
+
+    fn run_at_once(&mut self, now: Moment, index: u32, slot: ClassSlot) -> RequestKey {
         let pass = self.new_pass();
         let seat = self.occupy(now, index, slot);
         self.at_mut(index).counts.admitted += 1;
-        self.requests.insert(pass, Request { lane: index, state: State::Runs(seat) });
+        self.requests.insert(pass, AdmittedRequest { lane: index, state: RequestState::Runs(seat) });
         pass
     }
 
@@ -285,13 +307,13 @@ impl Admission {
         &mut self,
         now: Moment,
         index: u32,
-        slot: Slot,
-        ask: &Ask,
-        (rank, order): (Rank, i64),
-        holding: Option<Holding>,
-    ) -> Offer {
+        slot: ClassSlot,
+        ask: &AdmissionRequest,
+        (rank, order): (QueueRank, i64),
+        holding: Option<HeldTicket>,
+    ) -> Decision {
         let pass = self.new_pass();
-        let place = Place { rank, order, turn: pass.0 };
+        let place = QueuePosition { rank, order, turn: pass.0 };
         let cost = self.cost(index, slot);
         let ahead = self.at(index).line.before(place);
         let wait = self.wait_behind(now, index, place, ahead);
@@ -310,39 +332,42 @@ impl Admission {
         for at in self.path(index).as_slice() {
             self.at_mut(*at).waiting_within += 1;
         }
-        let waiting = Waiting { slot, place, since: now, bytes: ask.bytes, wait, changes, holding };
-        let request = Request { lane: index, state: State::Waits(Box::new(waiting)) };
+        let waiting = WaitingRequest { slot, place, since: now, bytes: ask.bytes, wait, changes, holding };
+        let request = AdmittedRequest { lane: index, state: RequestState::Waits(Box::new(waiting)) };
         self.requests.insert(pass, request);
         self.settle(index);
-        Offer::Wait(pass, self.told(index, ahead.count, wait))
+        Decision::Wait(pass, self.describe_wait(index, ahead.count, wait))
     }
 
-    /// The first in this lane's line gets its permit.
+    /// Gives the first request in this lane's queue its permit.
     fn run_first(&mut self, now: Moment, index: u32) {
         let lane = self.at_mut(index);
         let Some((place, pass)) = lane.line.first() else { return };
-        let Some(Request { state: State::Waits(waiting), .. }) = self.requests.remove(&pass) else { return };
+        let Some(AdmittedRequest { state: RequestState::Waits(waiting), .. }) = self.requests.remove(&pass)
+        else {
+            return;
+        };
         let seat = self.occupy(now, index, waiting.slot);
         self.leave_line(now, index, place, &waiting);
         let lane = self.at_mut(index);
         lane.counts.admitted += 1;
         let actual = now.0.saturating_sub(waiting.since.0) as f64;
         match waiting.wait {
-            Some(Wait { reckoned, expected, is_known: true }) => {
+            Some(ExpectedWait { reckoned, expected, is_known: true }) => {
                 let is_current = waiting.changes == Some(lane.learned.changes);
-                lane.learned.record.add(Outcome { reckoned, told: expected, actual }, is_current);
+                lane.learned.record.add(WaitOutcome { reckoned, told: expected, actual }, is_current);
             }
             _ => lane.learned.record.add_untold(actual),
         }
         if let Some(holding) = &waiting.holding {
             self.spend(now, pass, holding);
         }
-        self.requests.insert(pass, Request { lane: index, state: State::Runs(seat) });
-        self.effects.push(Effect::Run(pass));
+        self.requests.insert(pass, AdmittedRequest { lane: index, state: RequestState::Runs(seat) });
+        self.effects.push(AdmissionEffect::Run(pass));
     }
 
-    /// One in line is in it no more.
-    fn leave_line(&mut self, now: Moment, index: u32, place: Place, waiting: &Waiting) {
+    /// Accounts for a request that is no longer in the queue.
+    fn leave_line(&mut self, now: Moment, index: u32, place: QueuePosition, waiting: &WaitingRequest) {
         let lane = self.at_mut(index);
         lane.pass_time_in_line(now);
         lane.line.remove(place);
@@ -358,18 +383,18 @@ impl Admission {
         self.settle(index);
     }
 
-    /// A request is over. `used`: it ran, and so.
-    fn end(&mut self, now: Moment, pass: Pass, used: Option<Used>) {
-        let Some(Request { lane: index, state }) = self.requests.remove(&pass) else { return };
+    /// Ends a request. `used` is set if it ran.
+    fn end(&mut self, now: Moment, pass: RequestKey, used: Option<ServiceUse>) {
+        let Some(AdmittedRequest { lane: index, state }) = self.requests.remove(&pass) else { return };
         match state {
-            State::Waits(waiting) => {
+            RequestState::Waits(waiting) => {
                 self.leave_line(now, index, waiting.place, &waiting);
                 self.at_mut(index).counts.left += 1;
                 if let Some(holding) = &waiting.holding {
                     self.come_back(now, holding);
                 }
             }
-            State::Runs(seat) => {
+            RequestState::Runs(seat) => {
                 let (slot, since) = self.at(index).own[seat];
                 if let Some(used) = used.filter(|used| used.is_whole) {
                     self.learn_from(now, index, slot, used.service);
@@ -382,15 +407,15 @@ impl Admission {
                 lane.learned.ends(slot, since);
                 lane.own.remove(seat);
                 self.has_spent(pass);
-                self.vacate(index, 1);
+                self.return_permits(index, 1);
                 self.dispatch(now);
             }
         }
         self.call_early(now, index);
     }
 
-    /// What a request took teaches its lane and those around it.
-    fn learn_from(&mut self, now: Moment, index: u32, slot: Slot, service: Duration) {
+    /// Learns from a request for its lane and those around it.
+    fn learn_from(&mut self, now: Moment, index: u32, slot: ClassSlot, service: Duration) {
         let took = service.as_secs_f64() * 1e6;
         let path = self.path(index);
         let is_queued = !self.at(index).line.is_empty() || !self.has_room(&path);
@@ -404,7 +429,8 @@ impl Admission {
         }
         for at in path.as_slice() {
             if self.at(*at).auto.is_some() {
-                // Against the average request there: the unit must stay the same when all become slower.
+                // Relative to the average request there: the unit must not change when all requests
+                // become slower.
                 let usual = self.at(*at).learned.expected_of_any();
                 let work = cost.zip(usual).map_or(1.0, |(cost, usual)| cost / usual.max(1.0));
                 self.observe(now, *at, Some(service), work);
@@ -412,10 +438,10 @@ impl Admission {
         }
     }
 
-    /// A bound that is found by measuring sees what is.
+    /// Passes the present state to an adaptive bound.
     fn observe(&mut self, now: Moment, index: u32, service: Option<Duration>, work: f64) {
         let lane = self.at_mut(index);
-        let observed = Observed { running: lane.running, waiting: lane.waiting_within, service, work };
+        let observed = LimitSample { running: lane.running, waiting: lane.waiting_within, service, work };
         let Some(run) = lane.auto.as_mut().and_then(|auto| auto.observe(now, observed)) else { return };
         lane.run = run;
         self.settle(index);
@@ -425,11 +451,11 @@ impl Admission {
 // === For people ===
 
 impl Admission {
-    /// What runs and waits in each lane right inside the node's: of each tenant.
-    pub fn crowds(&self) -> impl Iterator<Item = Crowd> {
+    /// Returns the load of each lane directly inside the node's: one for each tenant.
+    pub fn crowds(&self) -> impl Iterator<Item = LaneLoad> {
         self.at(self.root.index).inner.values().map(|index| {
             let lane = self.at(*index);
-            Crowd {
+            LaneLoad {
                 lane: self.id_of(*index),
                 running: lane.running,
                 waiting: lane.waiting_within,
@@ -438,27 +464,27 @@ impl Admission {
         })
     }
 
-    /// Somebody waits in this lane or in one inside it for its own bound.
+    /// Returns whether a request in this lane or in one inside it waits for that lane's own limit.
     fn holds_itself(&self, index: u32) -> bool {
         let lane = self.at(index);
         lane.waiting_within > 0
             && (lane.is_full() || lane.inner.values().any(|inner| self.holds_itself(*inner)))
     }
 
-    /// A lane as it is now. `None`: it is gone.
-    pub fn explain(&self, now: Moment, lane: LaneId) -> Option<Explained> {
+    /// Returns the state of a lane. `None` if it is gone.
+    pub fn explain(&self, now: Moment, lane: LaneId) -> Option<LaneReport> {
         let index = self.find(lane)?;
         let lane = self.at(index);
         let path = self.path(index);
         let is_held_around = path.as_slice()[1..].iter().any(|at| self.at(*at).is_full());
         let service = |q| lane.learned.service(q).map(micros);
-        Some(Explained {
+        Some(LaneReport {
             running: lane.running,
             run: lane.run,
             waiting: lane.line.len(),
             waiting_bytes: lane.bytes,
             promised: self.promised_of(index),
-            wait: self.told(index, 0, self.wait_at_end(now, index)).wait,
+            wait: self.describe_wait(index, 0, self.wait_at_end(now, index)).wait,
             queued_since: lane.queued_since,
             held_by: match (lane.is_full(), is_held_around) {
                 (true, _) => "own",
@@ -474,7 +500,7 @@ impl Admission {
     }
 }
 
-/// The place of one who came now: earlier by what its priority is worth.
+/// Returns the queue order of a request that comes now, moved ahead by its priority.
 fn order_of(now: Moment, priority: i8) -> i64 {
     let priority = i64::from(priority.clamp(-PRIORITY_MOST, PRIORITY_MOST));
     let step = i64::try_from(PRIORITY_STEP.as_micros()).expect("a step is a matter of seconds");
@@ -491,3 +517,4 @@ fn micros_of(span: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests;
+pub(crate) mod wait_queue;

@@ -1,32 +1,34 @@
-//! A quantile sketch that forgets: fixed memory, 6 % off at most.
+//! A quantile sketch that forgets: fixed memory, an error of at most 6 %.
 //!
-//! Buckets grow with the values in them, so the error is relative. Old values fade by making new ones weigh more, which costs
-//! nothing per value; all is scaled down when the weights grow large. Only the buckets between the least and the greatest value
-//! seen take memory, as there is a sketch for each of very many lanes.
+//! Buckets grow with their values, so the error is relative. Old values fade because new ones weigh
+//! more, which costs nothing per value. All weights are scaled down when they grow large. Very many
+//! lanes have a sketch. So only the buckets between the least and the greatest value take memory.
 //!
 //! Not here: what is measured and what it is used for (`predict`).
 
-/// Buckets for each doubling, evenly spaced: they are told by the first bits of a number, without a logarithm.
+/// Buckets for each doubling, evenly spaced. The first bits of a number select one, without a
+/// logarithm.
 const BUCKETS_PER_DOUBLING: usize = 8;
-/// Most buckets. The first holds what is less than 1, the last what is 2^36 and more, which in microseconds is nineteen hours.
+/// Most buckets. The first holds values below 1. The last holds 2^36 and more, which in
+/// microseconds is nineteen hours.
 const BUCKETS: usize = 1 + 36 * BUCKETS_PER_DOUBLING;
 /// Weights are scaled down before they lose precision.
 const WEIGHT_MAX: f32 = 1e12;
 
-/// A decaying histogram of positive numbers, told apart from 1 on.
+/// A decaying histogram of positive numbers, with a resolution from 1 on.
 #[derive(Debug, Clone)]
-pub struct Sketch {
+pub struct QuantileSketch {
     /// Weights of the buckets from `lowest` on.
     buckets: Vec<f32>,
     lowest: usize,
-    /// Weight of the next value: what makes earlier ones fade.
+    /// Weight of the next value. It grows, so that earlier values fade.
     weight: f32,
     growth: f32,
     count: u64,
 }
 
-impl Sketch {
-    /// One in which a value's weight has halved after `half_life` further ones.
+impl QuantileSketch {
+    /// Creates a sketch in which a value's weight has halved after `half_life` further values.
     pub fn new(half_life: u32) -> Self {
         let growth = 2f32.powf(1.0 / half_life.max(1) as f32);
         Self { buckets: Vec::new(), lowest: 0, weight: 1.0, growth, count: 0 }
@@ -46,7 +48,8 @@ impl Sketch {
         }
     }
 
-    /// The value that a part `q` (0 to 1) of the values does not exceed; `None` before the first.
+    /// Returns the value that a part `q` (0 to 1) of the values does not exceed. `None` before the
+    /// first value.
     pub fn quantile(&self, q: f64) -> Option<f64> {
         let total: f64 = self.buckets.iter().map(|weight| f64::from(*weight)).sum();
         let wanted = total * q.clamp(0.0, 1.0);
@@ -62,7 +65,7 @@ impl Sketch {
         last
     }
 
-    /// Values so far, faded ones too.
+    /// Returns the number of values so far, faded ones included.
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -82,13 +85,13 @@ impl Sketch {
     }
 }
 
-/// The bucket of a value.
+/// Returns the bucket of a value.
 fn bucket(value: f64) -> usize {
-    // Not a number is no value either.
+    // NaN is not a value, either.
     if value.is_nan() || value < 1.0 {
         return 0;
     }
-    // Of a positive float, the exponent and then the first bits of the mantissa.
+    // For a positive float, these are the exponent and then the first bits of the mantissa.
     let steps = (value.to_bits() - 1f64.to_bits()) >> MANTISSA_BITS_LEFT;
     usize::try_from(steps).unwrap_or(usize::MAX).min(BUCKETS - 2) + 1
 }
@@ -96,13 +99,14 @@ fn bucket(value: f64) -> usize {
 /// Bits of the mantissa that make no difference.
 const MANTISSA_BITS_LEFT: u32 = f64::MANTISSA_DIGITS - 1 - BUCKETS_PER_DOUBLING.ilog2();
 
-/// The value from which the two ends of a bucket are equally far, as parts of themselves.
+/// Returns the value from which the two ends of a bucket are equally far, relative to themselves.
 fn middle(bucket: usize) -> f64 {
     if bucket == 0 {
         return 0.0;
     }
     let end = |bucket: usize| f64::from_bits(1f64.to_bits() + ((bucket as u64) << MANTISSA_BITS_LEFT));
-    let (begin, end) = (end(bucket - 1), end(bucket));
+    let begin = end(bucket - 1);
+    let end = end(bucket);
     2.0 * begin * end / (begin + end)
 }
 
@@ -112,7 +116,7 @@ mod tests {
 
     #[test]
     fn quantiles_are_within_six_percent() {
-        let mut sketch = Sketch::new(1_000_000);
+        let mut sketch = QuantileSketch::new(1_000_000);
         assert_eq!(sketch.quantile(0.5), None);
         for value in (1..=10_000u32).rev() {
             sketch.add(f64::from(value) * 7.0);
@@ -125,8 +129,8 @@ mod tests {
     }
 
     #[test]
-    fn what_was_long_ago_fades() {
-        let mut sketch = Sketch::new(50);
+    fn old_values_fade_from_the_sketch() {
+        let mut sketch = QuantileSketch::new(50);
         for _ in 0..10_000 {
             sketch.add(1_000.0);
         }
@@ -139,7 +143,7 @@ mod tests {
 
     #[test]
     fn zero_negative_and_huge_values_have_a_bucket() {
-        let mut sketch = Sketch::new(10);
+        let mut sketch = QuantileSketch::new(10);
         for value in [0.0, -1.0, f64::NAN] {
             sketch.add(value);
             assert_eq!(sketch.quantile(0.5), Some(0.0));

@@ -1,4 +1,4 @@
-//! Tickets: what is promised to whom was turned away, as a value and as the signed text that a client carries.
+//! Tickets: promises to deferred clients, as values and as the signed text that a client carries.
 //!
 //! The text is URL-safe base64 without padding of:
 //!
@@ -10,12 +10,13 @@
 //! | 8, 8 | begin and end of the slot, microseconds since the epoch |
 //! | 4 | epoch |
 //! | 16 | nonce |
-//! | 32 | HMAC-SHA256 of [`CONTEXT`] and all before |
+//! | 32 | HMAC-SHA256 of the context of its [`SigningPurpose`] and all before |
 //!
-//! Numbers are big-endian. There is exactly one text for a ticket and a key: a text that differs anywhere is rejected.
+//! Numbers are big-endian. There is exactly one text for a ticket and a key: a text that differs
+//! anywhere is rejected.
 //!
-//! Not here: which slot is free and whether a ticket was used (`calendar`), who may go when (`machine`), where keys come
-//! from and how long they are kept (the caller).
+//! Not here: which slot is free and whether a ticket was used (`calendar`), which request goes when
+//! (`machine`), where keys come from and how long they are kept (the caller).
 
 use ring::hmac;
 
@@ -27,30 +28,48 @@ pub struct Ticket {
     pub lane: LaneName,
     pub begins: Moment,
     pub ends: Moment,
-    /// Which life of the lane's calendar it was given in.
+    /// The life of the lane's calendar in which it was given.
     pub epoch: u32,
     pub nonce: Nonce,
 }
 
-/// The only version there has been.
+/// The only version so far.
 const VERSION: u8 = 1;
 
-/// A signature made with the same key for another purpose is not one of a ticket.
-const CONTEXT: &[u8] = b"nagaya ticket\0";
+/// Purpose of a signed text. A signature for one purpose is not valid for another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SigningPurpose {
+    Ticket,
+    /// Its holder was admitted. `begins` and `ends` are those of the visit, and `nonce` identifies
+    /// its holder.
+    Visit,
+}
+
+impl SigningPurpose {
+    /// Returns the context. All have the same length.
+    fn context(self) -> &'static [u8; CONTEXT_BYTES] {
+        match self {
+            Self::Ticket => b"nagaya ticket\0",
+            Self::Visit => b"nagaya visit\0\0",
+        }
+    }
+}
+
+const CONTEXT_BYTES: usize = 14;
 
 const SIGNED_BYTES: usize = 1 + 4 + 16 + 8 + 8 + 4 + 16;
 const BYTES: usize = SIGNED_BYTES + 32;
 
-/// Characters of a ticket's text: always so many.
+/// Characters of a ticket's text: always this many.
 pub const TICKET_CHARS: usize = (BYTES * 4).div_ceil(3);
 const _: () = assert!(TICKET_CHARS <= 128, "a ticket fits into a cookie and a header with room to spare");
 
 /// Keys held at once. With a new one each month, and tickets that live for days, two are in use.
 pub const KEYS_MAX: usize = 8;
 
-/// Why a text is no ticket of this node's. None of them says anything about the keys.
+/// Why a text is not a ticket of this node. No reason reveals anything about the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Rejected {
+pub enum TicketError {
     #[error("a ticket has {TICKET_CHARS} characters, and this has not")]
     Length,
     #[error("it is not the URL-safe base64 text of a ticket")]
@@ -65,25 +84,27 @@ pub enum Rejected {
 
 /// The keys that sign tickets: the newest signs, all of them verify.
 #[derive(Clone)]
-pub struct Keys {
-    /// The newest is the last.
+pub struct TicketKeyring {
+    /// Keys by age; the newest is the last.
     keys: Vec<(u32, hmac::Key)>,
 }
 
-/// Keys are not to be found in a log.
-impl std::fmt::Debug for Keys {
+/// Omits the keys, so that they never reach a log.
+impl std::fmt::Debug for TicketKeyring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.keys.iter().map(|(id, _)| id)).finish()
     }
 }
 
-impl Keys {
-    /// One key, which signs. `id` names it in tickets; the bytes are random and secret.
+impl TicketKeyring {
+    /// Creates a set with one key, which signs. `id` names it in tickets; the bytes are random and
+    /// secret.
     pub fn new(id: u32, bytes: &[u8; 32]) -> Self {
         Self { keys: vec![(id, hmac::Key::new(hmac::HMAC_SHA256, bytes))] }
     }
 
-    /// A newer key, which signs from now on. The ones before go on verifying; of more than [`KEYS_MAX`] the oldest goes.
+    /// Adds a newer key, which signs from now on. Earlier keys still verify; beyond [`KEYS_MAX`]
+    /// the oldest goes.
     pub fn rotate(&mut self, id: u32, bytes: &[u8; 32]) {
         self.keys.retain(|(known, _)| *known != id);
         if self.keys.len() >= KEYS_MAX {
@@ -92,11 +113,16 @@ impl Keys {
         self.keys.push((id, hmac::Key::new(hmac::HMAC_SHA256, bytes)));
     }
 
-    /// The text that a client carries: [`TICKET_CHARS`] characters of `A-Z a-z 0-9 - _`.
+    /// Returns the text that a client carries: [`TICKET_CHARS`] characters of `A-Z a-z 0-9 - _`.
     pub fn sign(&self, ticket: &Ticket) -> String {
+        self.sign_for(SigningPurpose::Ticket, ticket)
+    }
+
+    /// Returns the same for another purpose.
+    pub fn sign_for(&self, purpose: SigningPurpose, ticket: &Ticket) -> String {
         let (id, key) = self.keys.last().expect("keys are made with one and never lose the newest");
         let mut bytes = [0; BYTES];
-        let mut writer = Writer { bytes: &mut bytes, at: 0 };
+        let mut writer = TicketWriter { bytes: &mut bytes, at: 0 };
         writer.put(&[VERSION]);
         writer.put(&id.to_be_bytes());
         writer.put(&ticket.lane.0);
@@ -104,25 +130,35 @@ impl Keys {
         writer.put(&ticket.ends.0.to_be_bytes());
         writer.put(&ticket.epoch.to_be_bytes());
         writer.put(&ticket.nonce.0.to_be_bytes());
-        let tag = hmac::sign(key, &message(&bytes));
+        let tag = hmac::sign(key, &message(purpose, &bytes));
         bytes[SIGNED_BYTES..].copy_from_slice(tag.as_ref());
         encode(&bytes)
     }
 
-    /// The ticket that a text is, if it was signed here. That it is for this lane, and unused, is for others to say.
-    pub fn verify(&self, text: &str) -> Result<Ticket, Rejected> {
+    /// Returns the ticket of a text, if it was signed here. The caller checks that it is for this
+    /// lane, and unused.
+    pub fn verify(&self, text: &str) -> Result<Ticket, TicketError> {
+        self.verify_for(SigningPurpose::Ticket, text)
+    }
+
+    /// Returns the same for another purpose.
+    ///
+    /// # Errors
+    /// Fails if it was not signed here, or for another purpose.
+    pub fn verify_for(&self, purpose: SigningPurpose, text: &str) -> Result<Ticket, TicketError> {
         if text.len() != TICKET_CHARS {
-            return Err(Rejected::Length);
+            return Err(TicketError::Length);
         }
-        let bytes = decode(text.as_bytes()).ok_or(Rejected::Text)?;
-        let mut reader = Reader { bytes: &bytes, at: 0 };
+        let bytes = decode(text.as_bytes()).ok_or(TicketError::Text)?;
+        let mut reader = TicketReader { bytes: &bytes, at: 0 };
         if reader.take::<1>() != [VERSION] {
-            return Err(Rejected::Version);
+            return Err(TicketError::Version);
         }
         let id = u32::from_be_bytes(reader.take());
-        let (_, key) = self.keys.iter().find(|(known, _)| *known == id).ok_or(Rejected::Key)?;
-        // Compared in constant time, so that a forger does not learn how far he came.
-        hmac::verify(key, &message(&bytes), &bytes[SIGNED_BYTES..]).map_err(|_| Rejected::Signature)?;
+        let (_, key) = self.keys.iter().find(|(known, _)| *known == id).ok_or(TicketError::Key)?;
+        // Compared in constant time, so that a forger does not learn how far a guess matches.
+        hmac::verify(key, &message(purpose, &bytes), &bytes[SIGNED_BYTES..])
+            .map_err(|_| TicketError::Signature)?;
         Ok(Ticket {
             lane: LaneName(reader.take()),
             begins: Moment(u64::from_be_bytes(reader.take())),
@@ -133,32 +169,32 @@ impl Keys {
     }
 }
 
-/// What is signed.
-fn message(bytes: &[u8; BYTES]) -> [u8; CONTEXT.len() + SIGNED_BYTES] {
-    let mut message = [0; CONTEXT.len() + SIGNED_BYTES];
-    message[..CONTEXT.len()].copy_from_slice(CONTEXT);
-    message[CONTEXT.len()..].copy_from_slice(&bytes[..SIGNED_BYTES]);
+/// Returns the signed message.
+fn message(purpose: SigningPurpose, bytes: &[u8; BYTES]) -> [u8; CONTEXT_BYTES + SIGNED_BYTES] {
+    let mut message = [0; CONTEXT_BYTES + SIGNED_BYTES];
+    message[..CONTEXT_BYTES].copy_from_slice(purpose.context());
+    message[CONTEXT_BYTES..].copy_from_slice(&bytes[..SIGNED_BYTES]);
     message
 }
 
-struct Writer<'a> {
+struct TicketWriter<'a> {
     bytes: &'a mut [u8; BYTES],
     at: usize,
 }
 
-impl Writer<'_> {
+impl TicketWriter<'_> {
     fn put(&mut self, part: &[u8]) {
         self.bytes[self.at..self.at + part.len()].copy_from_slice(part);
         self.at += part.len();
     }
 }
 
-struct Reader<'a> {
+struct TicketReader<'a> {
     bytes: &'a [u8; BYTES],
     at: usize,
 }
 
-impl Reader<'_> {
+impl TicketReader<'_> {
     fn take<const N: usize>(&mut self) -> [u8; N] {
         let mut part = [0; N];
         part.copy_from_slice(&self.bytes[self.at..self.at + N]);
@@ -185,7 +221,8 @@ fn encode(bytes: &[u8; BYTES]) -> String {
     text
 }
 
-/// `None` for anything that [`encode`] would not have written, bits that carry nothing included.
+/// Returns `None` for anything that [`encode`] would not have written, including nonzero spare
+/// bits.
 fn decode(text: &[u8]) -> Option<[u8; BYTES]> {
     let mut bytes = [0; BYTES];
     let mut groups = bytes.chunks_mut(3);

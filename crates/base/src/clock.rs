@@ -1,13 +1,13 @@
-//! The seam through which code learns the time, so that simulation can put its own clock there.
+//! The clock interface, so that a simulation can use its own clock.
 //!
-//! Not here: timers and sleeping; those belong to the runtime of the process that waits.
+//! Not here: timers and sleeping; those belong to the runtime of the waiting process.
 
 use std::time::{Instant, SystemTime};
 
 pub trait Clock {
-    /// Monotonic: for measuring how long something took.
+    /// Returns the monotonic time, for measuring durations.
     fn now(&self) -> Instant;
-    /// Wall clock: for dates a person or a protocol reads.
+    /// Returns the wall clock, for dates that a person or a protocol reads.
     fn wall(&self) -> SystemTime;
 }
 

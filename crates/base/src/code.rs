@@ -1,10 +1,16 @@
-//! Error codes: what an operator sees as `NGY0301` and looks up with `nagaya error NGY0301`.
+//! Error codes: an operator sees `NGY0301` and looks it up with `nagaya error NGY0301`.
 //!
-//! Not here: the pages themselves (`docs/errors/NGYnnnn.md`, embedded by the `nagaya` binary; a tidy test
-//! checks that each code used in the sources has one).
+//! Not here: the pages themselves (`docs/errors/NGYnnnn.md`, embedded by the `nagaya` binary; a
+//! tidy test checks that each code used in the sources has one).
 //!
-//! Ranges: 01xx configuration, 02xx store and import, 03xx keeper (processes, files, certificates),
-//! 04xx edge (requests and refusals), 05xx supervisor and admin interface, 06xx rules.
+//! | range | area |
+//! |---|---|
+//! | 01xx | configuration |
+//! | 02xx | store and import |
+//! | 03xx | keeper (processes, files, certificates) |
+//! | 04xx | edge (requests and refusals) |
+//! | 05xx | supervisor and admin interface |
+//! | 06xx | rules |
 
 use std::fmt;
 

@@ -1,15 +1,16 @@
-//! What a fuzzed parser is to the program that fuzzes it: a name, a function and inputs to begin with.
+//! A fuzzed parser as its fuzzer sees it: a name, a function and initial inputs.
 //!
 //! Each crate lists its own in a hidden module `fuzzing`. Not here: the fuzzer (`fuzz/`).
 
-/// One parser that reads what others wrote.
+/// One parser of input from others.
 #[derive(Clone, Copy)]
 pub struct FuzzTarget {
     /// Unique among all crates: lower-case letters, digits and `_`.
     pub name: &'static str,
-    /// Gives any bytes to the parser. It panics if the parser does, or if what was accepted breaks a promise.
+    /// Gives any bytes to the parser. It panics if the parser does, or if accepted input breaks a
+    /// promise.
     pub run: fn(&[u8]),
-    /// Inputs that reach most of the parser.
+    /// Returns inputs that reach most of the parser.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 

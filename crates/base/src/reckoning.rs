@@ -1,26 +1,28 @@
-//! A node's own reckoning of time: the wall clock's when it began, carried on by the one that never jumps.
+//! A node's own clock: it starts at the wall clock's time and continues with the monotonic clock,
+//! which never jumps.
 //!
-//! What is promised for a time is kept by it, so that a wall clock that is set moves no promise. It is handed to a process
-//! that takes another one's place, which would otherwise begin with the wall clock as it was set meanwhile.
+//! Promises for a time use it, so that a change of the wall clock moves no promise. A process that
+//! replaces another one takes its clock over. Otherwise it would start with the wall clock as it
+//! was set meanwhile.
 //!
-//! Not here: the clock seam of simulations (`clock`), dates and times that people read.
+//! Not here: the clock interface of simulations (`clock`), dates and times that people read.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Microseconds since 1970, as the wall clock was when it began.
+/// Microseconds since 1970, by the wall clock at its start.
 #[derive(Debug, Clone, Copy)]
-pub struct Reckoning {
+pub struct AnchoredClock {
     began: Instant,
     at_begin: u64,
 }
 
-impl Reckoning {
-    /// Begins with the wall clock as it is now.
+impl AnchoredClock {
+    /// Starts at the present wall clock.
     pub fn of_wall() -> Self {
         Self::at(wall_us())
     }
 
-    /// Goes on from what another process says it is.
+    /// Continues from another process's time.
     pub fn at(now_us: u64) -> Self {
         Self { began: Instant::now(), at_begin: now_us }
     }
@@ -29,7 +31,8 @@ impl Reckoning {
         self.at_begin.saturating_add(micros(self.began.elapsed()))
     }
 
-    /// What the wall clock will show then, unless it is set again: for whoever goes by a clock of his own.
+    /// Returns what the wall clock will show at that moment, unless it is set again. It serves
+    /// readers with their own clock.
     pub fn on_wall_us(&self, moment_us: u64) -> u64 {
         shown_at(wall_us(), self.now_us(), moment_us)
     }
@@ -58,14 +61,14 @@ mod tests {
     #[test]
     fn it_goes_on_from_where_it_was() {
         let hour_ago = wall_us() - 3_600_000_000;
-        let reckoning = Reckoning::at(hour_ago);
+        let reckoning = AnchoredClock::at(hour_ago);
         let first = reckoning.now_us();
         assert!(first >= hour_ago && reckoning.now_us() >= first);
         assert!(first < wall_us() - 1_800_000_000, "the wall clock is of no concern to it");
     }
 
     #[test]
-    fn a_moment_is_shown_as_far_from_the_wall_clock_as_it_is_from_now() {
+    fn a_moment_keeps_its_distance_to_now_on_the_wall_clock() {
         for wall in [5_000, 5_000_000] {
             assert_eq!(shown_at(wall, 1_000_000, 1_000_250), wall + 250);
             assert_eq!(shown_at(wall, 1_000_000, 999_750), wall - 250);

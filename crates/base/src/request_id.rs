@@ -1,6 +1,6 @@
 //! The id of one request: 128 bits, printed as 32 hexadecimal digits, the form of a W3C trace id.
 //!
-//! Not here: the source of randomness; the edge hands it in.
+//! Not here: the source of randomness; the edge passes it in.
 
 use std::fmt;
 
@@ -15,7 +15,8 @@ impl fmt::Display for RequestId {
             pair[0] = DIGITS[usize::from(byte >> 4)];
             pair[1] = DIGITS[usize::from(byte & 15)];
         }
-        // Every request has its own written, mostly more than once: `{:032x}` takes several times as long.
+        // Every request writes its own id, mostly more than once: `{:032x}` takes several times as
+        // long.
         f.write_str(str::from_utf8(&text).expect("digits"))
     }
 }

@@ -1,10 +1,12 @@
-//! Sizes and durations as people write them in configuration: `64KiB`, `1GiB`, `250ms`, `10s`, `5m`.
+//! Sizes and durations as people write them in configuration: `64KiB`, `1GiB`, `250ms`, `10s`,
+//! `5m`.
 //!
-//! Not here: where in a file a value stood; `config` in the binary adds that to the error.
+//! Not here: the position of a value in a file; `config` in the binary adds that to the error.
 
 use std::time::Duration;
 
-/// Bytes in a text like `512`, `64KiB`, `1.5MiB`. Only binary units: `KB` is refused rather than guessed.
+/// Returns the bytes of a text such as `512`, `64KiB`, `1.5MiB`. Only binary units: `KB` is
+/// refused, because it is ambiguous.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text)?;
     let factor: u64 = match unit {
@@ -18,7 +20,8 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     scale(number, factor).ok_or_else(|| format!("'{text}' is too large"))
 }
 
-/// A duration like `250ms`, `10s`, `5m`, `2h`, `7d`. A bare number is refused: it has no unit.
+/// Returns a duration such as `250ms`, `10s`, `5m`, `2h`, `7d`. A bare number is refused: it has no
+/// unit.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = split(text)?;
     let ms: u64 = match unit {
@@ -33,7 +36,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     scale(number, ms).map(Duration::from_millis).ok_or_else(|| format!("'{text}' is too large"))
 }
 
-/// `1536` as `1.5KiB`: the shortest exact form, so that a printed value can be read back.
+/// Returns `1536` as `1.5KiB`: the shortest exact form, so that a printed value can be read back.
 pub fn format_bytes(bytes: u64) -> String {
     for (factor, unit) in [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")] {
         if bytes >= factor && bytes.is_multiple_of(factor) {
@@ -43,7 +46,7 @@ pub fn format_bytes(bytes: u64) -> String {
     format!("{bytes}B")
 }
 
-/// A duration in the largest unit that divides it.
+/// Returns a duration in the largest unit that divides it.
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
     for (factor, unit) in [(86_400_000u128, "d"), (3_600_000, "h"), (60_000, "m"), (1_000, "s")] {
@@ -64,7 +67,7 @@ fn split(text: &str) -> Result<(f64, &str), String> {
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
 fn scale(number: f64, factor: u64) -> Option<u64> {
     let value = number * factor as f64;
-    // 2^53: the largest whole number a float holds exactly, far above any size in use.
+    // 2^53: the largest whole number that a float holds exactly, far above any size in use.
     (value <= 9_007_199_254_740_992.0).then_some(value as u64)
 }
 

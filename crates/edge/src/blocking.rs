@@ -1,12 +1,13 @@
-//! Threads for calls that may block: reads of files that are not in memory, and the spool.
+//! Runs calls that may block on threads of their own. These are reads of files that are not in
+//! memory, and the spool.
 //!
-//! An edge thread serves thousands of connections and must never wait for a disk or for a network file system. Such a call
-//! runs here instead. Each device has a share of the threads, and each owner a share of its device's, so a file system that
-//! hangs takes its own share and no other's.
-//! Not here: what is read (`files`), what is spooled (`spool`).
+//! An edge thread serves thousands of connections and must never wait for a disk or for a network
+//! file system. Such a call runs here instead. Each device has a share of the threads, and each
+//! owner a share of its device's. So a file system that hangs takes its own share and no other's.
+//! Not here: the files (`files`), the spool's content (`spool`).
 //!
-//! Invariant: no device runs more than `DEVICE_THREADS_MAX` jobs, no share more than `SHARE_THREADS_MAX`, and no share queues
-//! more than `SHARE_QUEUE_MAX`.
+//! Invariant: no device runs more than `DEVICE_THREADS_MAX` jobs, and no share more than
+//! `SHARE_THREADS_MAX`. No share queues more than `LOOKS_QUEUE_MAX` or `SPOOL_QUEUE_MAX`.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, Hash};
@@ -18,43 +19,56 @@ use foldhash::fast::FixedState;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::oneshot;
 
-/// Threads of one edge process at once. They are made when needed.
+/// Maximum number of threads of one edge process. They are made when needed.
 const THREADS_MAX: usize = 192;
 
-/// Threads that one device may occupy. Six devices must hang before a seventh one is held up.
+/// Maximum number of threads of one device. Six devices must hang before a seventh one is
+/// affected.
 const DEVICE_THREADS_MAX: usize = 32;
 
-/// Threads that one owner may occupy on one device.
+/// Maximum number of threads of one owner on one device.
 const SHARE_THREADS_MAX: usize = 8;
 
-/// Jobs of one share that wait for a thread. One more is refused.
-const SHARE_QUEUE_MAX: usize = 512;
+/// Maximum number of look-ups of one share that wait for a thread. One more is refused. A look-up
+/// is some 200 bytes, and its request holds far more. So a burst of files that are not in memory
+/// is not refused.
+const LOOKS_QUEUE_MAX: usize = 16 << 10;
 
-/// A thread without work ends after this.
+/// The same for jobs of the spool, which hold bytes of bodies.
+const SPOOL_QUEUE_MAX: usize = 512;
+
+/// Time without work after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
 /// Stack of one thread, bytes. The calls are shallow.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What hangs as one.
+/// A unit that hangs as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Device {
-    /// A file system, by its device's numbers (major, minor).
+pub enum BlockingDevice {
+    /// A file system, by the numbers of its device (major, minor).
     Files(u32, u32),
     Spool,
 }
 
-/// Whose jobs they are, on which device.
+/// Owner of jobs on one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Share {
-    device: Device,
-    /// A hash. Two owners of the same one have one share.
+pub struct DeviceShare {
+    device: BlockingDevice,
+    /// A hash. Two owners with the same hash share the threads.
     owner: u64,
 }
 
-impl Share {
-    pub fn new(device: Device, owner: &impl Hash) -> Self {
+impl DeviceShare {
+    pub fn new(device: BlockingDevice, owner: &impl Hash) -> Self {
         Self { device, owner: FixedState::default().hash_one(owner) }
+    }
+
+    fn queue_max(self) -> usize {
+        match self.device {
+            BlockingDevice::Files(..) => LOOKS_QUEUE_MAX,
+            BlockingDevice::Spool => SPOOL_QUEUE_MAX,
+        }
     }
 }
 
@@ -63,7 +77,7 @@ impl Share {
 #[error("a file system does not keep up")]
 pub struct PoolBusy;
 
-type Job = Box<dyn FnOnce() + Send>;
+type BlockingJob = Box<dyn FnOnce() + Send>;
 
 /// The threads of one process.
 #[derive(Default)]
@@ -74,27 +88,28 @@ pub struct BlockingPool {
 
 #[derive(Default)]
 struct PoolState {
-    shares: HashMap<Share, ShareQueue>,
-    /// Shares that have a job and may run one more, in the order of their turn. Each stands here once.
-    ready: VecDeque<Share>,
-    /// Jobs that run on each device.
-    devices: HashMap<Device, usize>,
+    shares: HashMap<DeviceShare, ShareQueue>,
+    /// Shares that have a job and may run one more, in the order of their turn. Each is listed
+    /// once.
+    ready: VecDeque<DeviceShare>,
+    /// Number of running jobs by device.
+    devices: HashMap<BlockingDevice, usize>,
     /// Shares that would be ready if their device had a thread left.
-    held: Vec<Share>,
+    held: Vec<DeviceShare>,
     threads: usize,
     idle: usize,
 }
 
 #[derive(Default)]
 struct ShareQueue {
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<BlockingJob>,
     running: usize,
     is_ready: bool,
 }
 
 impl PoolState {
-    /// Puts the share in line if it has a job and may run one more.
-    fn enqueue(&mut self, share: Share) {
+    /// Queues the share if it has a job and may run one more.
+    fn enqueue(&mut self, share: DeviceShare) {
         let Some(queue) = self.shares.get_mut(&share) else { return };
         if !queue.is_ready && !queue.jobs.is_empty() && queue.running < SHARE_THREADS_MAX {
             queue.is_ready = true;
@@ -102,8 +117,8 @@ impl PoolState {
         }
     }
 
-    /// The next job whose device may run one more.
-    fn take_job(&mut self) -> Option<(Share, Job)> {
+    /// Returns the next job whose device may run one more.
+    fn take_job(&mut self) -> Option<(DeviceShare, BlockingJob)> {
         loop {
             let share = self.ready.pop_front()?;
             let on_device = self.devices.entry(share.device).or_default();
@@ -121,7 +136,7 @@ impl PoolState {
         }
     }
 
-    fn finish_job(&mut self, share: Share) {
+    fn finish_job(&mut self, share: DeviceShare) {
         if let Some(on_device) = self.devices.get_mut(&share.device) {
             *on_device -= 1;
             if *on_device == 0 {
@@ -142,14 +157,15 @@ impl PoolState {
 }
 
 impl BlockingPool {
-    /// Runs `call` on a thread of its own and returns what it returns. If the caller goes away first, a call that has not
-    /// begun is left out; one that has begun goes on, and its result is dropped.
+    /// Runs `call` on a thread of its own and returns its result. If the caller is cancelled
+    /// first, a call that has not begun is dropped. One that has begun continues, and its result
+    /// is dropped.
     ///
     /// # Errors
-    /// If the share has too many calls that wait, or the machine gives no thread.
+    /// Fails if too many calls of the share wait, or if the machine gives no thread.
     pub async fn run<T: Send + 'static>(
         self: &Arc<Self>,
-        share: Share,
+        share: DeviceShare,
         call: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, PoolBusy> {
         let (sender, receiver) = oneshot::channel();
@@ -164,10 +180,10 @@ impl BlockingPool {
         receiver.await.map_err(|_| PoolBusy)
     }
 
-    fn submit(self: &Arc<Self>, share: Share, job: Job) -> Result<(), PoolBusy> {
+    fn submit(self: &Arc<Self>, share: DeviceShare, job: BlockingJob) -> Result<(), PoolBusy> {
         let mut state = self.state.lock();
         let queue = state.shares.entry(share).or_default();
-        if queue.jobs.len() >= SHARE_QUEUE_MAX {
+        if queue.jobs.len() >= share.queue_max() {
             return Err(PoolBusy);
         }
         queue.jobs.push_back(job);
@@ -175,7 +191,8 @@ impl BlockingPool {
         self.staff(&mut state)
     }
 
-    /// Sees to it that a thread takes the next job that may run. Whoever takes one calls this again for the one after.
+    /// Ensures that a thread takes the next job that may run. The code that takes one calls this
+    /// again for the next.
     fn staff(self: &Arc<Self>, state: &mut PoolState) -> Result<(), PoolBusy> {
         if state.ready.is_empty() {
             return Ok(());
@@ -191,7 +208,7 @@ impl BlockingPool {
         let builder = std::thread::Builder::new().name("edge-blocking".into()).stack_size(STACK_BYTES);
         match builder.spawn(move || pool.work()) {
             Ok(_) => state.threads += 1,
-            // Others take it when they have time.
+            // Other threads take it when they have time.
             Err(_) if state.threads > 0 => {}
             Err(error) => {
                 tracing::error!("no thread for calls that may block: {error}");
@@ -203,15 +220,15 @@ impl BlockingPool {
         Ok(())
     }
 
-    /// One thread: job after job, until there was none for `IDLE_MAX`.
+    /// Runs one thread: job after job, until there was none for `IDLE_MAX`.
     fn work(self: Arc<Self>) {
         let mut state = self.state.lock();
         loop {
             if let Some((share, job)) = state.take_job() {
-                // It fails only where there is no thread at all, and here is one.
+                // It fails only if there is no thread at all, and here is one.
                 let _ = self.staff(&mut state);
                 MutexGuard::unlocked(&mut state, || {
-                    // A panic ends one request, not the thread that others count on.
+                    // A panic ends one request, not the thread that others rely on.
                     let _ = catch_unwind(AssertUnwindSafe(job));
                 });
                 state.finish_job(share);
@@ -243,12 +260,12 @@ mod tests {
     /// Until a pool without work holds nothing of what it has done.
     const CLEAR_MAX: Duration = Duration::from_secs(60);
 
-    fn spool() -> Share {
-        Share::new(Device::Spool, &"alice")
+    fn spool() -> DeviceShare {
+        DeviceShare::new(BlockingDevice::Spool, &"alice")
     }
 
-    fn hanging(owner: usize) -> Share {
-        Share::new(Device::Files(0, 50), &owner)
+    fn hanging(owner: usize) -> DeviceShare {
+        DeviceShare::new(BlockingDevice::Files(0, 50), &owner)
     }
 
     #[tokio::test]
@@ -273,13 +290,13 @@ mod tests {
         let hang = Arc::new(std::sync::Mutex::new(hang));
         for n in 0..1000 {
             let hang = Arc::clone(&hang);
-            let job: Job = Box::new(move || {
+            let job: BlockingJob = Box::new(move || {
                 let _ = hang.lock().expect("nobody panics").recv();
             });
             pool.submit(hanging(n % 50), job).unwrap();
         }
-        assert_eq!(pool.run(Share::new(Device::Files(8, 1), &0), || 7).await, Ok(7));
-        assert!(pool.state.lock().devices[&Device::Files(0, 50)] <= DEVICE_THREADS_MAX);
+        assert_eq!(pool.run(DeviceShare::new(BlockingDevice::Files(8, 1), &0), || 7).await, Ok(7));
+        assert!(pool.state.lock().devices[&BlockingDevice::Files(0, 50)] <= DEVICE_THREADS_MAX);
         drop(release);
         for owner in 0..50 {
             assert_eq!(pool.run(hanging(owner), || 8).await, Ok(8), "it goes on when it goes on");
@@ -293,7 +310,7 @@ mod tests {
         let hang = Arc::new(std::sync::Mutex::new(hang));
         for _ in 0..SHARE_THREADS_MAX + 5 {
             let hang = Arc::clone(&hang);
-            let job: Job = Box::new(move || {
+            let job: BlockingJob = Box::new(move || {
                 let _ = hang.lock().expect("nobody panics").recv();
             });
             pool.submit(hanging(1), job).unwrap();
@@ -304,21 +321,22 @@ mod tests {
 
     #[test]
     fn a_full_queue_is_refused() {
-        let pool = Arc::new(BlockingPool::default());
-        let (release, hang) = mpsc::channel::<()>();
-        let hang = Arc::new(std::sync::Mutex::new(hang));
-        let job = || -> Job {
-            let hang = Arc::clone(&hang);
-            Box::new(move || {
-                let _ = hang.lock().expect("nobody panics").recv();
-            })
-        };
-        let taken = (0..SHARE_THREADS_MAX + SHARE_QUEUE_MAX + 1)
-            .filter(|_| pool.submit(spool(), job()).is_ok())
-            .count();
-        assert!(taken <= SHARE_THREADS_MAX + SHARE_QUEUE_MAX, "{taken}");
-        assert_eq!(pool.submit(spool(), job()), Err(PoolBusy));
-        drop(release);
+        for (share, max) in [(spool(), SPOOL_QUEUE_MAX), (hanging(1), LOOKS_QUEUE_MAX)] {
+            let pool = Arc::new(BlockingPool::default());
+            let (release, hang) = mpsc::channel::<()>();
+            let hang = Arc::new(std::sync::Mutex::new(hang));
+            let job = || -> BlockingJob {
+                let hang = Arc::clone(&hang);
+                Box::new(move || {
+                    let _ = hang.lock().expect("nobody panics").recv();
+                })
+            };
+            let submitted = SHARE_THREADS_MAX + max + 1;
+            let taken = (0..submitted).filter(|_| pool.submit(share, job()).is_ok()).count();
+            assert!((max..=SHARE_THREADS_MAX + max).contains(&taken), "{taken}");
+            assert_eq!(pool.submit(share, job()), Err(PoolBusy));
+            drop(release);
+        }
     }
 
     #[tokio::test]

@@ -1,20 +1,23 @@
-//! What TLS is made of, for visitors and between nodes: ring, and a key exchange that a quantum computer of the future does not undo.
+//! Provides the algorithms of TLS, for visitors and between nodes: ring, and a key exchange that
+//! resists future quantum computers.
 //!
-//! X25519MLKEM768 (draft-ietf-tls-ecdhe-mlkem) joins the secrets of X25519 and ML-KEM-768 (FIPS 203). It is as strong as the stronger of both,
-//! so a fault in ML-KEM makes nothing weaker than X25519 is. Not here: certificates and their keys, which ring has alone.
+//! X25519MLKEM768 (draft-ietf-tls-ecdhe-mlkem) joins the secrets of X25519 and ML-KEM-768 (FIPS
+//! 203). It is as strong as the stronger of both, so a fault in ML-KEM makes nothing weaker than
+//! X25519. Not here: certificates and their keys, which only ring handles.
 
 use std::sync::LazyLock;
 
 use ml_kem::kem::{Decapsulate as _, Encapsulate as _, Kem as _, KeyExport as _};
 use ml_kem::{DecapsulationKey, EncapsulationKey, MlKem768};
-use rustls::crypto::ring::{self, kx_group::X25519};
+use rustls::crypto::ring::kx_group::X25519;
 use rustls::crypto::{
-    ActiveKeyExchange, CompletedKeyExchange, CryptoProvider, SharedSecret, SupportedKxGroup,
+    ActiveKeyExchange, CompletedKeyExchange, CryptoProvider, SharedSecret, SupportedKxGroup, ring,
 };
 use rustls::ffdhe_groups::FfdheGroup;
 use rustls::{Error, NamedGroup, PeerMisbehaved, ProtocolVersion};
 
-/// Bytes of an encapsulation key and of a ciphertext of ML-KEM-768 (FIPS 203, table 3), which stand in front of X25519's share.
+/// Length of an encapsulation key of ML-KEM-768, bytes. `CIPHERTEXT_LEN` is that of a ciphertext
+/// (FIPS 203, table 3). They precede X25519's share.
 const KEY_LEN: usize = 1184;
 const CIPHERTEXT_LEN: usize = 1088;
 
@@ -26,7 +29,7 @@ static PROVIDER: LazyLock<CryptoProvider> = LazyLock::new(|| {
     provider
 });
 
-/// Algorithms of all TLS connections of the edge.
+/// Returns the algorithms of all TLS connections of the edge.
 pub fn provider() -> CryptoProvider {
     PROVIDER.clone()
 }
@@ -46,7 +49,7 @@ impl SupportedKxGroup for X25519MlKem768 {
     fn start_and_complete(&self, client_share: &[u8]) -> Result<CompletedKeyExchange, Error> {
         let (key, classical_share) = client_share.split_at_checked(KEY_LEN).ok_or(INVALID_SHARE)?;
         let key = key.try_into().map_err(|_| INVALID_SHARE)?;
-        // Refuses what is no key: FIPS 203 section 7.2.
+        // Refuses invalid keys: FIPS 203 section 7.2.
         let key = EncapsulationKey::<MlKem768>::new(key).map_err(|_| INVALID_SHARE)?;
         let classical = X25519.start_and_complete(classical_share)?;
         let (ciphertext, secret) = key.encapsulate();
@@ -70,7 +73,7 @@ impl SupportedKxGroup for X25519MlKem768 {
     }
 }
 
-/// A client's side, before the server has said anything.
+/// A client's side, before the server has responded.
 struct StartedExchange {
     classical: Box<dyn ActiveKeyExchange>,
     secret_key: DecapsulationKey<MlKem768>,
@@ -86,7 +89,7 @@ impl ActiveKeyExchange for StartedExchange {
         Ok(join_secrets(&secret, &self.classical.complete(classical_share)?))
     }
 
-    /// X25519's share is offered by itself, too: a server without ML-KEM needs no second round trip.
+    /// Offers X25519's share by itself, too: a server without ML-KEM needs no second round trip.
     fn hybrid_component(&self) -> Option<(NamedGroup, &[u8])> {
         Some((self.classical.group(), self.classical.pub_key()))
     }
@@ -108,7 +111,7 @@ impl ActiveKeyExchange for StartedExchange {
     }
 }
 
-/// ML-KEM's stands first, as its share does.
+/// Joins the secrets. ML-KEM's comes first, as its share does.
 fn join_secrets(post_quantum: &[u8], classical: &SharedSecret) -> SharedSecret {
     SharedSecret::from([post_quantum, classical.secret_bytes()].concat())
 }

@@ -1,18 +1,19 @@
-//! The edge's parsers, as fuzz targets: what clients, programs of tenants and other nodes send.
+//! Provides the edge's parsers as fuzz targets: input of clients, programs of tenants and other
+//! nodes.
 //!
-//! Targets assert more than that nothing panics: pieces mean the same as the whole, and what is passed on means what was
-//! received. Not here: the fuzzer (`fuzz/`), what is read from the keeper (`nagaya_keeper::fuzzing`).
+//! Targets assert more than the absence of panics. Input in pieces has the same result as the
+//! whole. Forwarded messages mean the same as received ones. Not here: the fuzzer (`fuzz/`),
+//! input from the keeper (`nagaya_keeper::fuzzing`).
 
 mod bodies;
 mod fields;
 mod heads;
+mod inputs;
 mod nodes;
 
-use http::HeaderMap;
-use http::header::{HeaderName, HeaderValue};
 use nagaya_base::fuzz::FuzzTarget;
 
-/// All of them.
+/// All fuzz targets.
 pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "http1_request", run: heads::read_http1_request, seeds: heads::http1_requests },
     FuzzTarget { name: "http1_response", run: heads::read_http1_response, seeds: heads::http1_responses },
@@ -29,22 +30,3 @@ pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "peer_fields", run: nodes::read_peer_fields, seeds: nodes::peer_fields },
     FuzzTarget { name: "peer_datagram", run: nodes::read_datagram, seeds: nodes::datagrams },
 ];
-
-/// Header fields in lines `name: value`. Lines that are none are passed over.
-fn read_lines(bytes: &[u8]) -> HeaderMap {
-    let mut headers = HeaderMap::new();
-    for line in bytes.split(|byte| *byte == b'\n').take(64) {
-        let Some(at) = line.iter().position(|byte| *byte == b':') else { continue };
-        let (name, value) = (HeaderName::from_bytes(&line[..at]), line[at + 1..].trim_ascii());
-        if let (Ok(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
-            headers.append(name, value);
-        }
-    }
-    headers
-}
-
-/// The first byte, as a number from 1 on, and the rest.
-fn split_step(bytes: &[u8]) -> Option<(usize, &[u8])> {
-    let (step, rest) = bytes.split_first()?;
-    Some((usize::from(*step).max(1), rest))
-}

@@ -1,68 +1,49 @@
 //! The unprivileged half of nagaya: sockets, TLS, HTTP, and the life of a request.
 //!
-//! Start reading at `request.rs`. Not here: cgroups, processes and tenants' rights (`keeper`), records of
-//! sites (`cmdb`), the process around it (`nagaya`).
+//! Start reading at `request.rs`. Nine rooms lie on floors. A room uses only those below it:
+//!
+//! ```text
+//!   server                  the process, its threads, and what they share
+//!   request                 one request, step by step
+//!   rules                   the operator's Ruby
+//!   admission   backends    the right to run; what answers
+//!   cluster     shaping     other nodes; rates and quotas
+//!   record                  what is remembered of a request
+//!   http                    messages and protocols
+//!   options, metrics, ...   files that use no room
+//! ```
+//!
+//! Not here: cgroups, processes and tenants' rights (`keeper`), records of sites (`records`), the
+//! process around it (`nagaya`).
 
-pub mod message;
-pub mod refusal;
-pub mod request;
+mod admission;
+mod backends;
+mod cluster;
+mod http;
+mod record;
+mod request;
+mod rules;
+mod server;
+mod shaping;
 
-pub mod admission;
-pub mod boost;
-pub mod exchange;
-pub mod files;
-pub mod instances;
-mod named_file;
-pub mod place;
-
-pub mod programs;
-pub mod route;
-pub mod rules;
-pub mod seat;
-pub mod upstream;
-
-mod arrival;
-pub mod authority;
-mod blocking;
-pub mod body;
-mod buffer;
-pub mod clients;
-pub mod cluster;
-mod crypto;
-pub mod date;
-pub mod drain;
-pub mod forward;
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod http1;
-pub mod http2;
-mod intake;
-pub mod path;
-pub mod peers;
-pub mod proxy_header;
-pub mod recent;
-pub mod silence;
-mod spool;
-pub mod target;
-pub mod tls;
 
-pub mod access_log;
-pub mod account;
-pub mod metrics;
-pub mod pace;
-pub mod receipt;
-pub mod stay;
-mod tenants;
-
-pub mod listen;
-pub mod node;
+mod blocking;
+mod crypto;
+mod idle_timer;
+mod loop_ticks;
+mod metrics;
 pub mod options;
-pub mod serving;
-pub mod shared;
+mod record_table;
+mod spool;
 mod sys;
-pub mod turns;
+mod tenants;
+mod ttl_value;
 
-mod process;
-
-pub use options::{HEADER_FIELDS_MAX, Options};
-pub use process::{Listener, PeerSockets, Start, run};
+pub use admission::lanes::LaneSet;
+pub use admission::permit::Permit;
+pub use admission::site_lane::SiteLane;
+pub use cluster::peers::probe::THREAD as PROBE_THREAD;
+pub use options::EdgeConfig;
+pub use server::process::{EdgeStart, Listener, PeerSockets, run};

@@ -1,32 +1,33 @@
-//! Every metric of the edge, declared once and shared by its threads.
+//! Declares every metric of the edge once. Its threads share them.
 //!
-//! Not here: how counting works (`telemetry`), who asks for the text (the admin socket of the supervisor),
-//! one line per request (`access_log`).
+//! Not here: counting (`telemetry`), requests for the text (the supervisor's admin socket), one
+//! line per request (`access_log`).
 
+use std::fmt;
 use std::time::Duration;
 
 use http::{Method, StatusCode, Version};
-use nagaya_cmdb::Why;
-use nagaya_cmdb::instance::{Stage, Tier, Wake};
-use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
+use nagaya_base::Code;
+use nagaya_records::PlacementReason;
+use nagaya_records::instance::{Tier, WakeReport, WakeStage};
+use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, Registry};
 
-use crate::access_log::{AccessRecord, Used};
-use crate::clients::LimitKind;
-use crate::clients::crowd::Phase;
-use crate::place::Relocated;
-use crate::tenants::TenantTallies;
+use crate::tenants::TenantMetrics;
 
-const METHODS: Dimension = Dimension {
+pub(crate) const METHODS: LabelDimension = LabelDimension {
     label: "method",
     values: &["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "other"],
 };
-const PROTOCOLS: Dimension = Dimension { label: "protocol", values: &["HTTP/1.0", "HTTP/1.1", "HTTP/2"] };
-const STATUS_CLASSES: Dimension = Dimension { label: "status", values: &["1xx", "2xx", "3xx", "4xx", "5xx"] };
-const BACKENDS: Dimension =
-    Dimension { label: "backend", values: &["static", "cgi", "php", "http", "app", "none"] };
+const PROTOCOLS: LabelDimension =
+    LabelDimension { label: "protocol", values: &["HTTP/1.0", "HTTP/1.1", "HTTP/2"] };
+const STATUS_CLASSES: LabelDimension =
+    LabelDimension { label: "status", values: &["1xx", "2xx", "3xx", "4xx", "5xx"] };
+const BACKENDS: LabelDimension =
+    LabelDimension { label: "backend", values: &["static", "cgi", "php", "http", "app", "none"] };
 
-/// The `reason` of each row of the table in `refusal`, and of an answer that did not reach its end.
-const REASONS: Dimension = Dimension {
+/// The `reason` of each row of the table in `refusal`, and of a response that did not reach its
+/// end.
+pub(crate) const REASONS: LabelDimension = LabelDimension {
     label: "reason",
     values: &[
         "bad_request",
@@ -35,6 +36,7 @@ const REASONS: Dimension = Dimension {
         "misdirected",
         "not_found",
         "forbidden",
+        "link_refused",
         "method",
         "method_unknown",
         "head_too_large",
@@ -76,18 +78,19 @@ const REASONS: Dimension = Dimension {
     ],
 };
 
-/// Upper bounds in microseconds: from a small file out of memory (tens of microseconds) to a slow program (a minute).
+/// Upper bounds in microseconds: from a small file in memory (tens of microseconds) to a slow
+/// program (a minute).
 const DURATION_BOUNDS_US: &[u64] = &[
     50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
     2_500_000, 5_000_000, 10_000_000, 60_000_000,
 ];
 
 /// `Tier::ALL` in their order.
-const TIERS: Dimension =
-    Dimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
+const TIERS: LabelDimension =
+    LabelDimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
 
-/// `Stage::ALL` in their order, and what follows them.
-const STAGES: Dimension = Dimension {
+/// `Stage::ALL` in their order, and the time after them.
+const STAGES: LabelDimension = LabelDimension {
     label: "stage",
     values: &[
         "decide",
@@ -102,7 +105,7 @@ const STAGES: Dimension = Dimension {
         "first_byte",
     ],
 };
-const FIRST_BYTE: usize = Stage::ALL.len();
+pub(crate) const FIRST_BYTE: usize = WakeStage::ALL.len();
 const _: () = assert!(STAGES.values.len() == FIRST_BYTE + 1 && TIERS.values.len() == Tier::ALL.len());
 
 /// Upper bounds in microseconds: from a thawed process (tens of microseconds) to the slowest start.
@@ -112,57 +115,58 @@ const WAKE_BOUNDS_US: &[u64] = &[
 ];
 
 /// `Why::ALL` in their order.
-const WHYS: Dimension = Dimension {
+const WHYS: LabelDimension = LabelDimension {
     label: "why",
     values: &["first", "silent", "refused", "fenced", "draining", "load", "operator"],
 };
-const _: () = assert!(WHYS.values.len() == Why::ALL.len());
+const _: () = assert!(WHYS.values.len() == PlacementReason::ALL.len());
 
-/// Parts of a relocation that a request waited for, before its site is woken: that has stages of its own.
-const RELOCATION_STAGES: Dimension =
-    Dimension { label: "stage", values: &["detect", "decide", "store", "asked"] };
+/// Parts of a relocation that a request waited for, before its site is woken. The wake has stages
+/// of its own.
+const RELOCATION_STAGES: LabelDimension =
+    LabelDimension { label: "stage", values: &["detect", "decide", "store", "asked"] };
 
-const HOP: Dimension = Dimension { label: "to", values: &["first_byte"] };
+const HOP: LabelDimension = LabelDimension { label: "to", values: &["first_byte"] };
 
 /// Images between nodes.
-const DIRECTIONS: Dimension = Dimension { label: "direction", values: &["in", "out"] };
-const TAKEN: Dimension = Dimension { label: "result", values: &["here", "failed"] };
+const DIRECTIONS: LabelDimension = LabelDimension { label: "direction", values: &["in", "out"] };
+const TAKEN: LabelDimension = LabelDimension { label: "result", values: &["here", "failed"] };
 
-/// Which way an image goes.
+/// Direction of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum ImageDirection {
     In,
     Out,
 }
 
-/// How a TLS handshake ended.
+/// Result of a TLS handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Handshake {
+pub enum HandshakeResult {
     Ok,
-    /// The client broke off, or both sides speak nothing in common.
+    /// The client broke off, or both sides have no common protocol.
     Failed,
     /// No certificate for the name, and no default.
     NoCertificate,
-    /// The certificate for the name cannot be used, or not be read.
+    /// The certificate for the name is unusable or unreadable.
     BrokenCertificate,
 }
 
-/// Where a certificate came from.
+/// Source of a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CertificateLookup {
-    /// From memory, without asking.
+    /// From memory, without a check.
     Hit,
-    /// From memory, after seeing that the file is still the same.
+    /// From memory, after a check that the file is still the same.
     Unchanged,
     /// From the file: it is new or has changed.
     Loaded,
     /// There is no such file.
     Absent,
-    /// It could not be asked for, or what the file holds cannot be used.
+    /// The request for it failed, or the content of the file is unusable.
     Broken,
 }
 
-/// How a request got its connection to a backend.
+/// Source of a request's connection to a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UpstreamConnection {
     Opened,
@@ -170,25 +174,24 @@ pub enum UpstreamConnection {
     Failed,
 }
 
-/// All metrics of an edge. Share it with `Arc`; every method is a few additions.
-#[derive(Debug)]
-pub struct Metrics {
+/// All metrics of an edge. Share it with `Arc`: every method is a few additions.
+pub struct EdgeMetrics {
     registry: Registry,
-    tenants_served: TenantTallies,
-    requests: Counters<4>,
-    refusals: Counters<1>,
-    request_duration: Histogram,
-    received: Counter,
-    sent: Counter,
-    figures: Figures,
+    pub(crate) tenants_served: TenantMetrics,
+    pub(crate) requests: CounterFamily<4>,
+    pub(crate) refusals: CounterFamily<1>,
+    pub(crate) request_duration: Histogram,
+    pub(crate) received: Counter,
+    pub(crate) sent: Counter,
+    pub(crate) figures: ReceiptMetrics,
     pub connections_open: Gauge,
     pub connections_accepted: Counter,
-    /// Connections refused because as many were open as may be.
+    /// Connections refused because the maximum number was open.
     pub connections_refused: Counter,
-    clients: Clients,
-    handshakes: Counters<1>,
-    certificates: Counters<1>,
-    file_cache: Counters<1>,
+    clients: ClientMetrics,
+    handshakes: CounterFamily<1>,
+    certificates: CounterFamily<1>,
+    file_cache: CounterFamily<1>,
     pub file_cache_bytes: Gauge,
     /// Bodies that wait, in memory and on disk.
     pub spool_memory_bytes: Gauge,
@@ -199,27 +202,27 @@ pub struct Metrics {
     pub php_workers: Gauge,
     /// Requests that wait for their tenant's or site's turn.
     pub waiting: Gauge,
-    upstream_connections: Counters<1>,
+    upstream_connections: CounterFamily<1>,
     pub upstream_retries: Counter,
-    wakes: Wakes,
-    moves: Moves,
-    log_lines: Counters<1>,
+    pub(crate) wakes: WakeMetrics,
+    pub(crate) moves: PlacementMetrics,
+    log_lines: CounterFamily<1>,
     pub sites: Gauge,
     pub tenants: Gauge,
     /// Revision of the store that this process has reached.
     pub revision: Gauge,
 }
 
-/// Of networks of clients.
+/// Metrics of client networks.
 #[derive(Debug)]
-struct Clients {
-    limits: Counters<1>,
-    evicted: Counters<1>,
+struct ClientMetrics {
+    limits: CounterFamily<1>,
+    evicted: CounterFamily<1>,
 }
 
-impl Clients {
+impl ClientMetrics {
     fn new(r: &mut Registry) -> Self {
-        let by = |label, values| [Dimension { label, values }];
+        let by = |label, values| [LabelDimension { label, values }];
         Self {
             limits: r.counters(
                 "client_limits",
@@ -229,25 +232,25 @@ impl Clients {
             evicted: r.counters(
                 "connections_evicted",
                 "Client connections closed to make room for a client whose network holds fewer, by what they did",
-                by("phase", Phase::LABELS),
+                by("phase", ConnectionPhase::LABELS),
             ),
         }
     }
 }
 
-/// Sums of what receipts say, by kind of backend.
+/// Sums of the figures in receipts, by kind of backend.
 #[derive(Debug)]
-struct Figures {
-    cpu: Counters<1>,
-    read: Counters<1>,
-    written: Counters<1>,
-    throttled: Counters<1>,
-    demotions: Counters<1>,
-    paced: Counters<1>,
-    queued: Counters<1>,
+pub(crate) struct ReceiptMetrics {
+    pub(crate) cpu: CounterFamily<1>,
+    pub(crate) read: CounterFamily<1>,
+    pub(crate) written: CounterFamily<1>,
+    pub(crate) throttled: CounterFamily<1>,
+    pub(crate) demotions: CounterFamily<1>,
+    pub(crate) paced: CounterFamily<1>,
+    pub(crate) queued: CounterFamily<1>,
 }
 
-impl Figures {
+impl ReceiptMetrics {
     fn new(r: &mut Registry) -> Self {
         let by = [BACKENDS];
         Self {
@@ -256,7 +259,7 @@ impl Figures {
             written: r.bytes_counters("cell_written", "Bytes requests' programs wrote to disks", by),
             throttled: r.time_counters(
                 "cell_throttled",
-                "Time requests' programs stood still because a CPU quota was used up",
+                "Time in which programs of requests were throttled by a CPU quota",
                 by,
             ),
             demotions: r.counters("cell_demotions", "Steps by which running requests were slowed down", by),
@@ -268,31 +271,16 @@ impl Figures {
             queued: r.time_counters("http_request_queued", "Time requests waited for their turn", by),
         }
     }
-
-    fn add(&self, record: &AccessRecord, backend: usize) {
-        if !record.queued.is_zero() {
-            self.queued.add([backend], u64::try_from(record.queued.as_micros()).unwrap_or(u64::MAX));
-        }
-        let Some(more) = &record.more else { return };
-        self.paced.add([backend], more.paced_us);
-        if let Used::Known(usage) = more.used {
-            self.cpu.add([backend], usage.cpu_us);
-            self.read.add([backend], usage.read_bytes);
-            self.written.add([backend], usage.write_bytes);
-            self.throttled.add([backend], usage.throttled_us);
-            self.demotions.add([backend], usage.demoted.into());
-        }
-    }
 }
 
-/// Of instances that requests waited for.
+/// Metrics of instances that requests waited for.
 #[derive(Debug)]
-struct Wakes {
-    waits: Histogram,
-    stages: Histogram,
+pub(crate) struct WakeMetrics {
+    pub(crate) waits: Histogram,
+    pub(crate) stages: Histogram,
 }
 
-impl Wakes {
+impl WakeMetrics {
     fn new(r: &mut Registry) -> Self {
         Self {
             waits: r.histogram(
@@ -311,27 +299,23 @@ impl Wakes {
     }
 }
 
-/// Of requests whose sites run elsewhere, or did.
+/// Metrics of requests whose sites run elsewhere, or did.
 #[derive(Debug)]
-struct Moves {
-    placed: Counter,
-    relocations: Counters<1>,
-    stages: Histogram,
-    hops: Histogram,
-    images: Counters<1>,
-    image_bytes: Counters<1>,
+pub(crate) struct PlacementMetrics {
+    pub(crate) placed: Counter,
+    pub(crate) relocations: CounterFamily<1>,
+    pub(crate) stages: Histogram,
+    pub(crate) hops: Histogram,
+    pub(crate) images: CounterFamily<1>,
+    pub(crate) image_bytes: CounterFamily<1>,
 }
 
-impl Moves {
+impl PlacementMetrics {
     fn new(r: &mut Registry) -> Self {
         Self {
             placed: r
                 .counter("placed_requests", "Requests to applications that are placed here, in a cluster"),
-            relocations: r.counters(
-                "relocations",
-                "Requests that asked for another place for their site",
-                [WHYS],
-            ),
+            relocations: r.counters("relocations", "Requests that had their site placed again", [WHYS]),
             stages: r.histogram(
                 "relocation_stage",
                 "Parts of relocations that requests waited for, before the application was woken",
@@ -340,7 +324,7 @@ impl Moves {
             ),
             hops: r.histogram(
                 "forwarded_request",
-                "From passing a request on to another node to the head of its answer",
+                "Time from forwarding a request to another node to the head of its response",
                 HOP,
                 WAKE_BOUNDS_US,
             ),
@@ -358,37 +342,44 @@ impl Moves {
     }
 }
 
-impl Default for Metrics {
+impl Default for EdgeMetrics {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Metrics {
+/// Prints no numbers: much of the edge holds them, and failing tests would print them.
+impl fmt::Debug for EdgeMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl EdgeMetrics {
     pub fn new() -> Self {
         let mut r = Registry::new();
-        let by = |label, values| [Dimension { label, values }];
+        let by = |label, values| [LabelDimension { label, values }];
         Self {
             requests: r.counters(
                 "http_requests",
                 "Requests answered or refused",
                 [METHODS, PROTOCOLS, STATUS_CLASSES, BACKENDS],
             ),
-            refusals: r.counters("http_refusals", "Requests the node itself said no to", [REASONS]),
+            refusals: r.counters("http_refusals", "Requests that the node itself refused", [REASONS]),
             request_duration: r.histogram(
                 "http_request_duration",
-                "From the first byte of a request to the last of its response",
+                "Time from the first byte of a request to the last byte of its response",
                 BACKENDS,
                 DURATION_BOUNDS_US,
             ),
             received: r.bytes_counter("http_received", "Bytes of request bodies"),
             sent: r.bytes_counter("http_sent", "Bytes of response bodies"),
-            figures: Figures::new(&mut r),
+            figures: ReceiptMetrics::new(&mut r),
             connections_open: r.gauge("connections_open", "Client connections open now"),
             connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
             connections_refused: r
                 .counter("connections_refused", "Client connections refused at the connection limit"),
-            clients: Clients::new(&mut r),
+            clients: ClientMetrics::new(&mut r),
             handshakes: r.counters(
                 "tls_handshakes",
                 "TLS handshakes",
@@ -414,12 +405,12 @@ impl Metrics {
             waiting: r.gauge("requests_waiting", "Requests waiting for their tenant's or site's turn"),
             upstream_connections: r.counters(
                 "upstream_connections",
-                "Connections to backends asked for",
+                "Connections to backends that were requested",
                 by("result", &["opened", "reused", "failed"]),
             ),
             upstream_retries: r.counter("upstream_retries", "Requests sent to a backend a second time"),
-            wakes: Wakes::new(&mut r),
-            moves: Moves::new(&mut r),
+            wakes: WakeMetrics::new(&mut r),
+            moves: PlacementMetrics::new(&mut r),
             log_lines: r.counters(
                 "access_log_lines",
                 "Lines for the access log",
@@ -429,83 +420,49 @@ impl Metrics {
             tenants: r.gauge("tenants", "Tenants known"),
             revision: r.gauge("store_revision", "Revision of the store this process has reached"),
             registry: r,
-            tenants_served: TenantTallies::default(),
+            tenants_served: TenantMetrics::default(),
         }
     }
 
-    /// All metrics as text, of media type [`nagaya_telemetry::CONTENT_TYPE`].
+    /// Returns all metrics as text, of media type [`nagaya_telemetry::CONTENT_TYPE`].
     pub fn encode(&self) -> String {
         self.registry.encode()
     }
 
-    /// What is counted of each tenant, in the text format.
+    /// Returns the counters of each tenant, in the text format.
     pub fn encode_tenants(&self) -> String {
         self.tenants_served.text()
     }
 
-    /// One request is over.
-    pub fn request(&self, record: &AccessRecord) {
-        let backend = backend_position(record.site.as_ref().map(|site| site.backend.kind()));
-        let method = record.method.as_ref().map_or(METHODS.values.len() - 1, method_position);
-        let status = status_position(record.status);
-        self.requests.add([method, protocol_position(record.version), status, backend], 1);
-        self.request_duration.observe(backend, record.took);
-        if record.bytes_in > 0 {
-            self.received.add(record.bytes_in);
-        }
-        self.sent.add(record.bytes_out);
-        self.figures.add(record, backend);
-        self.tenants_served.add(record);
-        if let Some(woken) = record.woken() {
-            self.wakes.waits.observe(woken.wake.from as usize, woken.waited);
-            self.wakes.stages.observe(FIRST_BYTE, record.backend);
-        }
-        if let Some(reason) = record.refusal {
-            let last = REASONS.values.len() - 1;
-            let at = REASONS.values.iter().position(|r| *r == reason).unwrap_or(last);
-            self.refusals.add([at], 1);
-        }
-    }
-
-    /// A thread's requests waited for this wake.
-    pub fn wake(&self, wake: &Wake) {
+    /// Counts a wake that requests of a thread waited for.
+    pub fn wake(&self, wake: &WakeReport) {
         for (stage, us) in &wake.stages {
             self.wakes.stages.observe(*stage as usize, Duration::from_micros(*us));
         }
     }
 
-    /// A request has found its site another place.
-    pub fn relocated(&self, relocated: &Relocated) {
-        let why = Why::ALL.iter().position(|why| *why == relocated.why).unwrap_or_default();
-        self.moves.relocations.add([why], 1);
-        let stages = [relocated.detect, relocated.decide, relocated.store, relocated.asked];
-        for (at, took) in stages.into_iter().enumerate() {
-            self.moves.stages.observe(at, took);
-        }
-    }
-
-    /// A request is to be served here, where its site is placed.
+    /// Counts a request that is served here, where its site is placed.
     pub fn stayed_here(&self) {
         self.moves.placed.inc();
     }
 
-    /// How many there were.
+    /// Returns the number of those.
     pub fn placed_requests(&self) -> u64 {
         self.moves.placed.get()
     }
 
-    /// Another node has begun to answer a request, so long after it was sent there.
+    /// Counts a forwarded request, and the time until another node began to respond.
     pub fn forwarded(&self, took: Duration) {
         self.moves.hops.observe(0, took);
     }
 
-    /// An image was to come from another node.
+    /// Counts an attempt to fetch an image from another node.
     pub fn image_taken(&self, is_here: bool) {
         self.moves.images.add([usize::from(!is_here)], 1);
     }
 
-    /// So much of an image came, or went.
-    pub fn image_bytes(&self, direction: Direction, len: usize) {
+    /// Counts bytes of a transferred image.
+    pub fn image_bytes(&self, direction: ImageDirection, len: usize) {
         self.moves.image_bytes.add([direction as usize], len as u64);
     }
 
@@ -513,11 +470,11 @@ impl Metrics {
         self.clients.limits.add([kind as usize], 1);
     }
 
-    pub fn evicted(&self, phase: Phase) {
+    pub fn evicted(&self, phase: ConnectionPhase) {
         self.clients.evicted.add([phase as usize], 1);
     }
 
-    pub fn handshake(&self, how: Handshake) {
+    pub fn handshake(&self, how: HandshakeResult) {
         self.handshakes.add([how as usize], 1);
     }
 
@@ -542,13 +499,13 @@ impl Metrics {
         self.log_lines.add([1], n);
     }
 
-    /// Lines written and dropped so far.
+    /// Returns the number of lines written and dropped so far.
     pub fn log_lines(&self) -> (u64, u64) {
         (self.log_lines.get([0]), self.log_lines.get([1]))
     }
 }
 
-fn method_position(method: &Method) -> usize {
+pub(crate) fn method_position(method: &Method) -> usize {
     match *method {
         Method::GET => 0,
         Method::HEAD => 1,
@@ -561,7 +518,7 @@ fn method_position(method: &Method) -> usize {
     }
 }
 
-fn protocol_position(version: Version) -> usize {
+pub(crate) fn protocol_position(version: Version) -> usize {
     match version {
         Version::HTTP_10 => 0,
         Version::HTTP_2 => 2,
@@ -569,11 +526,11 @@ fn protocol_position(version: Version) -> usize {
     }
 }
 
-fn status_position(status: StatusCode) -> usize {
+pub(crate) fn status_position(status: StatusCode) -> usize {
     usize::from(status.as_u16() / 100).clamp(1, STATUS_CLASSES.values.len()) - 1
 }
 
-fn backend_position(kind: Option<&'static str>) -> usize {
+pub(crate) fn backend_position(kind: Option<&'static str>) -> usize {
     match kind {
         Some("static") => 0,
         Some("cgi") => 1,
@@ -581,6 +538,64 @@ fn backend_position(kind: Option<&'static str>) -> usize {
         Some("http") => 3,
         Some("app") => 4,
         _ => 5,
+    }
+}
+
+/// Phase of a connection. The first ones are closed first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ConnectionPhase {
+    /// Between two requests, or before the first.
+    Idle,
+    /// A handshake, a head or a body has begun to arrive and has not ended.
+    Arriving,
+    /// A request runs or is answered.
+    Working,
+}
+
+impl ConnectionPhase {
+    pub const LABELS: &[&str] = &["idle", "arriving", "working"];
+}
+
+/// Reasons to refuse clients, or to close connections. In the order of the metric's labels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LimitKind {
+    /// Its network has the maximum number of connections open.
+    Connections,
+    /// Its network sends requests too fast.
+    Requests,
+    /// Its network begins TLS handshakes too fast.
+    Handshakes,
+    /// No connection of this thread could be closed for it.
+    Full,
+    /// It sends no PROXY header where it must, or sends one where it may not.
+    ProxyHeader,
+}
+
+impl LimitKind {
+    pub const LABELS: &[&str] = &["connections", "requests", "handshakes", "full", "proxy_header"];
+
+    pub fn code(self) -> Code {
+        match self {
+            Self::Connections => Code(480),
+            Self::Requests => Code(481),
+            Self::Handshakes => Code(482),
+            Self::Full => Code(483),
+            Self::ProxyHeader => Code(484),
+        }
+    }
+
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Connections => "connections were refused: their network has as many open as it may",
+            Self::Requests => "requests were refused: their network sends more per second than allowed",
+            Self::Handshakes => {
+                "connections were closed: their network begins more TLS handshakes per second than allowed"
+            }
+            Self::Full => "connections were refused: an edge thread has as many open as it may",
+            Self::ProxyHeader => {
+                "connections were closed: they began with no PROXY header that is accepted here"
+            }
+        }
     }
 }
 

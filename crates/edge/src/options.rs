@@ -1,94 +1,103 @@
-//! The edge's settings, as `nagaya.toml` and its defaults give them.
+//! Holds the edge's settings, from `nagaya.toml` and its defaults.
 //!
-//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site (`cmdb::record`).
+//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site
+//! (`records::record`).
 
+use std::cell::RefCell;
 use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
 
-use nagaya_rules::{Budget, RuleFile};
+use nagaya_rules::{RuleBudget, RuleFile};
+use parking_lot::RwLock;
 use serde::{Deserialize, Serialize};
 
 /// Node-wide settings. Times are milliseconds, sizes bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Options {
+pub struct EdgeConfig {
     /// Name of this node in `Via`, receipts and logs.
     pub node: String,
-    /// Edge threads; 0 means one per core.
+    /// Number of edge threads. 0 means one per core.
     pub threads: usize,
-    pub limits: Limits,
+    pub limits: EdgeLimits,
     pub networks: NetworkOptions,
     pub spool: SpoolOptions,
     pub log: LogOptions,
     pub receipts: ReceiptOptions,
     /// Rule files, in the order in which those of one phase run.
     pub rules: Vec<RuleFile>,
-    /// What one evaluation may use.
-    pub rule_limits: Budget,
-    /// Addresses and networks of proxies whose `Forwarded` and `X-Forwarded-*` fields are believed.
+    /// Budget of one evaluation.
+    pub rule_limits: RuleBudget,
+    /// Addresses and networks of proxies whose `Forwarded` and `X-Forwarded-*` fields are
+    /// believed.
     pub trusted_proxies: Vec<String>,
     /// HTTP/2 on plain connections by prior knowledge.
     pub h2c: bool,
-    /// Requests of one tenant at once, where the tenant's record gives no number.
+    /// Requests of one tenant at once, if the tenant's record gives no number.
     pub tenant_max_concurrent: u32,
-    /// Requests that may wait in one lane; beyond it a ticket, or 503.
+    /// Requests that may wait in one lane. Beyond it a client gets a ticket, or 503.
     pub max_waiting: u32,
-    /// Longest predicted wait in line. Twice this is the longest that anybody waits.
+    /// Longest predicted wait in line. The longest real wait is twice this.
     pub wait_ms: u64,
     pub admission: AdmissionOptions,
-    /// PHP workers per tenant, where the tenant's record gives no number.
+    /// PHP workers per tenant, if the tenant's record gives no number.
     pub php_workers: u32,
-    /// Requests one PHP worker serves before it is replaced.
+    /// Requests that one PHP worker serves before it is replaced.
     pub php_requests: u32,
-    /// An idle PHP worker ends after this.
+    /// Time after which an idle PHP worker ends.
     pub php_idle_ms: u64,
-    /// Where the keeper listens.
+    /// Socket on which the keeper listens.
     pub keeper: PathBuf,
-    /// None: this node is alone.
+    /// `None` if this node has no cluster.
     pub cluster: Option<ClusterOptions>,
 }
 
-/// This node's place in its cluster, and what it shows other nodes. Who they are stands in their records.
+/// This node's membership in its cluster, and its credentials for other nodes. The other members
+/// are in their records.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterOptions {
     /// This node's name, and the id in its record.
     pub node: String,
     pub id: String,
-    /// PEM: certificates of the cluster's authority; two while it is exchanged.
+    /// PEM: certificates of the cluster's CA. There are two during a change.
     pub authorities: String,
     /// PEM: this node's chain, whose DNS name is `NODE.nagaya.internal`, and its key.
     pub certificate: String,
     pub key: String,
-    /// Key of the probes' HMAC-SHA256 that this node signs with: 64 hexadecimal digits.
+    /// Key of the probes' HMAC-SHA256 with which this node signs: 64 hexadecimal digits.
     pub probe_key: String,
-    /// Keys that other nodes may sign with, too, while the cluster's keys are exchanged.
+    /// Other keys that nodes may sign with, while the cluster's keys change.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub probe_keys_also: Vec<String>,
     pub probe: ProbeKind,
-    /// Longest that a probe waits for an answer, milliseconds, 5 to 100: what is measured only shortens it.
+    /// Maximum wait of a probe for an answer, milliseconds, 5 to 100. Measurements only shorten
+    /// it.
     pub probe_ms: u64,
 }
 
-/// Most header fields of one request that `Limits::header_fields` may allow.
+/// Maximum value of `EdgeLimits::header_fields`, for one request.
 pub const HEADER_FIELDS_MAX: usize = 1_000;
 
-/// How a node that was not heard from is asked whether it is there.
+/// Kind of probe for a node that was not heard from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProbeKind {
     /// A signed datagram to the edge, answered by a thread that does nothing else.
     #[default]
     Udp,
-    /// A TCP connection to its edge, reset at once (SO_LINGER 0), as paper 001 does it.
+    /// A TCP connection to its edge, reset at once (SO_LINGER 0), as in paper 001.
     Connect,
-    /// An ICMP echo to its host (`net.ipv4.ping_group_range` must allow it): says nothing about its edge.
+    /// An ICMP echo to its host (`net.ipv4.ping_group_range` must allow it). It proves nothing
+    /// about its edge.
     Icmp,
 }
 
-/// Bounds against slow and oversized clients and backends.
+/// Limits for slow and oversized clients and backends.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Limits {
+pub struct EdgeLimits {
     /// Request line and header fields together.
     pub head_bytes: usize,
     pub header_fields: usize,
@@ -97,7 +106,8 @@ pub struct Limits {
     pub head_ms: u64,
     /// Longest silence while a body arrives or a response is taken.
     pub idle_body_ms: u64,
-    /// A client whose machine gives no sign for so long is gone; or for `idle_body_ms`, if that is longer.
+    /// Time without any sign of a client's machine after which the client counts as gone. At
+    /// least `idle_body_ms`.
     pub vanished_ms: u64,
     /// Longest silence between two requests of a connection.
     pub keep_alive_ms: u64,
@@ -106,17 +116,17 @@ pub struct Limits {
     /// Connections open at once, per edge thread.
     pub connections: usize,
     pub h2_streams: u32,
-    /// TLS handshake.
+    /// Maximum time of a TLS handshake.
     pub handshake_ms: u64,
-    /// When draining: how long running requests may still take.
+    /// Time that running requests may still take when draining.
     pub drain_ms: u64,
     /// Small hot files kept in memory, per edge thread.
     pub file_cache_bytes: usize,
-    /// How slow a client may be, and how much of HTTP/2 it may waste.
+    /// Minimum speed of clients, and their limits in HTTP/2.
     pub pace: PaceOptions,
 }
 
-/// How long backends may take, where their site gives no number.
+/// Time limits of backends, if their site gives none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendLimits {
@@ -132,20 +142,21 @@ impl Default for BackendLimits {
     }
 }
 
-/// Least rates of clients, as Apache's `RequestReadTimeout` has them, and what one HTTP/2 connection may waste.
+/// Minimum rates of clients, as Apache's `RequestReadTimeout` has them, and limits of one HTTP/2
+/// connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PaceOptions {
-    /// `head_ms` of the limits grows with what arrives of the head, up to this.
+    /// Maximum of `head_ms`, which grows with the received part of the head.
     pub head_max_ms: u64,
-    /// Bytes of a head that make its time a second longer. 0: nothing does.
+    /// Bytes of a head that extend its time by a second. With 0, none do.
     pub head_rate: u64,
-    /// Time that a body may take whatever its length. 0: no least rate holds.
+    /// Time for a body of any length. With 0, there is no minimum rate.
     pub body_ms: u64,
-    /// Bytes of a body that make its time a second longer. 0: nothing does.
+    /// Bytes of a body that extend its time by a second. With 0, none do.
     pub body_rate: u64,
-    /// Streams of one HTTP/2 connection that the client may reset before their response has ended: at once, and then so many
-    /// for each minute.
+    /// Streams of one HTTP/2 connection that the client may reset before their response has
+    /// ended. It is the number at once, and the number for each further minute.
     pub h2_resets: u32,
 }
 
@@ -155,11 +166,12 @@ impl Default for PaceOptions {
     }
 }
 
-/// What the clients of one network may do together, over all edge threads. 0: no limit.
+/// Limits of the clients of one network together, over all edge threads. 0 means no limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkOptions {
-    /// Leading bits of an address that make one network: of IPv4, 0 to 32, and of IPv6, 0 to 128.
+    /// Leading bits of an address that make one network, 0 to 32. `ipv6_prefix` is the same for
+    /// IPv6, 0 to 128.
     pub ipv4_prefix: u32,
     pub ipv6_prefix: u32,
     /// Connections open at once.
@@ -167,16 +179,17 @@ pub struct NetworkOptions {
     pub requests_per_second: u32,
     /// Requests that may come at once.
     pub requests_burst: u32,
-    /// TLS handshakes, whether they are full or resume a session.
+    /// TLS handshakes, full ones and those that resume a session.
     pub handshakes_per_second: u32,
     pub handshakes_burst: u32,
-    /// Addresses and networks that these limits do not hold for.
+    /// Addresses and networks without these limits.
     pub exempt: Vec<String>,
 }
 
 impl Default for NetworkOptions {
-    /// Many people share one address behind a carrier's NAT, and browsers open up to six connections to a host by HTTP/1 and
-    /// ask for a page's hundred parts at once. These numbers are for several hundred of them at one address.
+    /// These numbers are for several hundred people at one address. Many people share one behind
+    /// a carrier's NAT. Browsers open up to six connections to a host by HTTP/1, and request a
+    /// page's hundred parts at once.
     fn default() -> Self {
         Self {
             ipv4_prefix: 32,
@@ -195,7 +208,7 @@ impl Default for NetworkOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SpoolOptions {
-    /// Of all tenants.
+    /// Maximum of all tenants.
     pub bytes: u64,
     pub tenant_bytes: u64,
 }
@@ -209,18 +222,20 @@ impl Default for SpoolOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogOptions {
-    /// Access log; none is written if absent.
+    /// Access log. `None` if none is written.
     pub access: Option<PathBuf>,
-    pub format: LogFormat,
+    pub format: AccessLogFormat,
 }
 
-/// Who is told with the answer what a request used and waited for.
+/// Disclosure of receipts to clients.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReceiptOptions {
-    /// Receipts each edge thread keeps for `nagaya explain`. 0: none, and the edge's own time on requests is not measured.
+    /// Receipts that each edge thread keeps for `nagaya explain`. With 0, there are none, and the
+    /// edge's own time on requests is not measured.
     pub keep: usize,
-    /// Addresses and networks of clients that get `Server-Timing` and `Nagaya-Receipt`. Empty: nobody.
+    /// Addresses and networks of clients that get `Server-Timing` and `Nagaya-Receipt`. If empty,
+    /// nobody does.
     pub allow: Vec<String>,
 }
 
@@ -230,23 +245,23 @@ impl Default for ReceiptOptions {
     }
 }
 
-/// What becomes of those who come when as many run as may.
+/// Treatment of requests beyond the limits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AdmissionOptions {
-    /// Requests of all tenants at once. 0: as many as their tenants may.
+    /// Requests of all tenants at once. 0 means as many as their tenants may run.
     pub node_max_concurrent: u32,
     /// Bytes of request bodies held in one lane while their requests wait.
     pub body_bytes: u64,
-    /// Tickets are given where a line is full.
+    /// Tickets are issued if a lane is full.
     pub tickets: bool,
     /// Length of a ticket's slot.
     pub slot_ms: u64,
-    /// How far ahead slots are given.
+    /// Time ahead for which slots are given.
     pub horizon_ms: u64,
-    /// Tickets of one lane that may be out at once.
+    /// Maximum number of open tickets of one lane.
     pub tickets_max: u32,
-    /// So long a client is held that comes again before the time it was told.
+    /// Time for which a client is delayed that comes again before its given time.
     pub penalty_ms: u64,
 }
 
@@ -266,25 +281,25 @@ impl Default for AdmissionOptions {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum LogFormat {
-    /// A combined line, with host, site, tenant and request id behind it.
+pub enum AccessLogFormat {
+    /// A combined line, followed by host, site, tenant and request id.
     Extended,
     Combined,
     Json,
 }
 
-impl Default for Options {
+impl Default for EdgeConfig {
     fn default() -> Self {
         Self {
             node: "localhost".into(),
             threads: 0,
-            limits: Limits::default(),
+            limits: EdgeLimits::default(),
             networks: NetworkOptions::default(),
             spool: SpoolOptions::default(),
-            log: LogOptions { access: None, format: LogFormat::Extended },
+            log: LogOptions { access: None, format: AccessLogFormat::Extended },
             receipts: ReceiptOptions::default(),
             rules: Vec::new(),
-            rule_limits: Budget::default(),
+            rule_limits: RuleBudget::default(),
             trusted_proxies: Vec::new(),
             h2c: true,
             tenant_max_concurrent: 256,
@@ -300,7 +315,7 @@ impl Default for Options {
     }
 }
 
-impl Default for Limits {
+impl Default for EdgeLimits {
     fn default() -> Self {
         Self {
             head_bytes: 64 << 10,
@@ -319,5 +334,41 @@ impl Default for Limits {
             file_cache_bytes: 32 << 20,
             pace: PaceOptions::default(),
         }
+    }
+}
+
+/// The settings as they are now, for all threads.
+#[derive(Debug)]
+pub struct CurrentOptions(RwLock<Arc<EdgeConfig>>);
+
+impl CurrentOptions {
+    pub fn new(options: EdgeConfig) -> Self {
+        Self(RwLock::new(Arc::new(options)))
+    }
+
+    pub fn get(&self) -> Arc<EdgeConfig> {
+        Arc::clone(&self.0.read())
+    }
+
+    pub fn set(&self, options: EdgeConfig) {
+        *self.0.write() = Arc::new(options);
+    }
+}
+
+/// The limits as one thread knows them, until it gets the order to look again.
+#[derive(Debug)]
+pub struct ThreadLimits(RefCell<Rc<EdgeLimits>>);
+
+impl ThreadLimits {
+    pub fn new(options: &EdgeConfig) -> Self {
+        Self(RefCell::new(Rc::new(options.limits.clone())))
+    }
+
+    pub fn get(&self) -> Rc<EdgeLimits> {
+        Rc::clone(&self.0.borrow())
+    }
+
+    pub fn set_options(&self, options: &EdgeConfig) {
+        *self.0.borrow_mut() = Rc::new(options.limits.clone());
     }
 }

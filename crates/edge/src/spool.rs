@@ -1,10 +1,13 @@
-//! Bodies that wait on disk: uploads that are taken in before their program runs, answers that a slow client takes later.
+//! Keeps bodies that wait on disk: uploads until their program runs, and answers for slow
+//! clients.
 //!
-//! Small bodies stay in memory. Larger ones go to files without names in a directory of the edge's own. Both have quotas: for
-//! all of the node, and on disk for each tenant too. All reads and writes of these files run on the blocking pool.
-//! Not here: when a request's body is taken in (`intake`), when an answer is kept (`buffer`).
+//! Small bodies stay in memory. Larger ones go to files without names in a directory of the edge's
+//! own. Both have quotas for the whole node. The disk also has a quota for each tenant. All reads
+//! and writes of these files run on the blocking pool. Not here: when a request's body is taken in
+//! (`intake`), when an answer is kept (`read_ahead`).
 //!
-//! Invariant: a byte is counted before it is kept, and is given back when the guard that counted it is dropped.
+//! Invariant: a byte is counted before it is kept. It is given back when the guard that counted
+//! it is dropped.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,23 +18,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use nagaya_cmdb::TenantName;
+use nagaya_records::TenantName;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 
-use crate::blocking::{BlockingPool, Device, PoolBusy, Share};
+use crate::blocking::{BlockingDevice, BlockingPool, DeviceShare, PoolBusy};
 use crate::options::SpoolOptions;
 
-/// Bytes on disk are reserved in steps of this many, so that quotas are asked seldom.
+/// Step in which bytes on disk are reserved, so that quotas are checked seldom.
 const RESERVE_STEP: u64 = 1 << 20;
 
-/// Read from a file at once, bytes.
+/// Number of bytes read from a file at once.
 pub const READ_LEN: usize = 128 << 10;
 
-/// Bodies in memory of all requests of the node, bytes. What comes beyond goes to disk at once.
+/// Maximum number of body bytes in memory, for all requests of the node. Further bytes go to disk
+/// at once.
 const MEMORY_MAX: u64 = 256 << 20;
 
-/// Why a body cannot be kept.
+/// Reason why a body cannot be kept.
 #[derive(Debug, thiserror::Error)]
 pub enum SpoolError {
     #[error("its tenant has as many bytes in the spool as it may")]
@@ -59,12 +63,12 @@ struct DiskUse {
     bytes_max: u64,
     tenant_bytes_max: u64,
     bytes: u64,
-    /// Of tenants that have any.
+    /// Bytes of tenants that have any.
     tenants: HashMap<TenantName, u64>,
 }
 
 impl Spool {
-    /// `directory` is the edge's own. `None`: nothing goes to disk.
+    /// `directory` is the edge's own. `None` if nothing goes to disk.
     pub fn new(directory: Option<OwnedFd>, options: &SpoolOptions, pool: Arc<BlockingPool>) -> Self {
         let disk = DiskUse {
             bytes_max: options.bytes,
@@ -74,21 +78,21 @@ impl Spool {
         Self { directory: directory.map(Arc::new), pool, memory: AtomicU64::new(0), disk: Mutex::new(disk) }
     }
 
-    /// New quotas hold for what is kept from now on.
+    /// Sets new quotas. They hold for bytes kept from now on.
     pub fn set_options(&self, options: &SpoolOptions) {
         let mut disk = self.disk.lock();
         (disk.bytes_max, disk.tenant_bytes_max) = (options.bytes, options.tenant_bytes);
     }
 
-    /// Bytes in memory and on disk now.
+    /// Returns the present bytes in memory and on disk.
     pub fn usage(&self) -> (u64, u64) {
         (self.memory.load(Ordering::Relaxed), self.disk.lock().bytes)
     }
 
-    /// A file for one body of this tenant's.
+    /// Opens a file for one body of this tenant.
     ///
     /// # Errors
-    /// If there is no directory, or no file can be made in it.
+    /// Fails if there is no directory, or no file can be made in it.
     pub async fn open(self: &Arc<Self>, tenant: &TenantName) -> Result<SpoolFile, SpoolError> {
         let directory = self.directory.clone().ok_or(SpoolError::Absent)?;
         let file = self.pool.run(share(tenant), move || open_unnamed(&directory)).await??;
@@ -96,7 +100,7 @@ impl Spool {
         Ok(SpoolFile { file: Arc::new(file), len: 0, quota })
     }
 
-    /// Counts bytes in memory, which are given back when what this returns is dropped.
+    /// Returns a counter of bytes in memory. Dropping it gives them back.
     pub fn memory(self: &Arc<Self>) -> MemoryQuota {
         MemoryQuota { spool: Arc::clone(self), reserved: 0 }
     }
@@ -127,8 +131,8 @@ impl Spool {
     }
 }
 
-fn share(tenant: &TenantName) -> Share {
-    Share::new(Device::Spool, tenant)
+fn share(tenant: &TenantName) -> DeviceShare {
+    DeviceShare::new(BlockingDevice::Spool, tenant)
 }
 
 fn open_unnamed(directory: &OwnedFd) -> io::Result<File> {
@@ -171,7 +175,7 @@ pub struct MemoryQuota {
 }
 
 impl MemoryQuota {
-    /// Whether `bytes` more may stay in memory.
+    /// Counts `bytes` more, if they may stay in memory. Returns whether they may.
     pub fn try_grow(&mut self, bytes: u64) -> bool {
         let memory = &self.spool.memory;
         let grow = |now: u64| (now + bytes <= MEMORY_MAX).then_some(now + bytes);
@@ -182,7 +186,7 @@ impl MemoryQuota {
         may_grow
     }
 
-    /// So many bytes have left memory.
+    /// Gives back bytes that have left memory.
     pub fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.reserved);
         self.reserved -= bytes;
@@ -211,7 +215,7 @@ impl SpoolFile {
     /// Appends all of `pieces`.
     ///
     /// # Errors
-    /// If a quota is used up, or the disk is full.
+    /// Fails if a quota is used up, or the disk is full.
     pub async fn append(&mut self, pieces: Vec<Bytes>) -> Result<(), SpoolError> {
         let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
         self.quota.grow_to(self.len + bytes)?;
@@ -229,12 +233,13 @@ impl SpoolFile {
         Ok(())
     }
 
-    /// Begins anew, in the room that was reserved before.
+    /// Starts again at the beginning, in the reserved space.
     pub fn rewind(&mut self) {
         self.len = 0;
     }
 
-    /// Reads up to `READ_LEN` bytes from `offset`, which lies before the end. The future holds the file by itself.
+    /// Reads up to `READ_LEN` bytes from `offset`, which lies before the end. The future holds
+    /// the file by itself.
     pub fn read(&self, offset: u64) -> impl Future<Output = io::Result<Bytes>> + use<> {
         let want = usize::try_from(self.len - offset).map_or(READ_LEN, |left| left.min(READ_LEN));
         let (file, pool) = (Arc::clone(&self.file), Arc::clone(&self.quota.spool.pool));
@@ -250,17 +255,7 @@ impl SpoolFile {
 }
 
 #[cfg(test)]
-pub(crate) mod testing {
-    use super::*;
-
-    /// A spool in a directory of its own, with these quotas.
-    pub fn spool(bytes: u64, tenant_bytes: u64) -> (Arc<Spool>, tempfile::TempDir) {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let fd = std::fs::File::open(directory.path()).expect("it is there").into();
-        let options = SpoolOptions { bytes, tenant_bytes };
-        (Arc::new(Spool::new(Some(fd), &options, Arc::default())), directory)
-    }
-}
+pub mod testing;
 
 #[cfg(test)]
 mod tests {

@@ -1,6 +1,7 @@
-//! What the edge asks of the kernel for which no safe wrapper exists.
+//! Makes the edge's system calls for which no safe wrapper exists.
 //!
-//! Not here: everything else; `rustix`, `tokio` and `std` are safe. This is the edge's only file with unsafe code.
+//! Not here: all others; `rustix`, `tokio` and `std` are safe. This is the edge's only file with
+//! unsafe code.
 
 #![allow(unsafe_code)]
 
@@ -14,10 +15,11 @@ use tokio::io::unix::AsyncFd;
 /// `SIOCOUTQ`, which Linux defines as `TIOCOUTQ` (asm-generic/ioctls.h).
 const SIOCOUTQ: ioctl::Opcode = 0x5411;
 
-/// Bytes that were written to this socket and that the other side has not taken: of TCP, not acknowledged.
+/// Returns the bytes that were written to this socket and that the other side has not taken. For
+/// TCP, they are not acknowledged.
 pub fn queued(socket: impl AsFd) -> io::Result<u64> {
-    // SAFETY: SIOCOUTQ writes one C int through its argument and reads nothing, which is what `Getter` provides for;
-    // on a descriptor that is no socket it fails without writing.
+    // SAFETY: SIOCOUTQ writes one C int through its argument and reads nothing, as `Getter`
+    // requires. On a descriptor that is no socket it fails without writing.
     let queued = unsafe {
         let getter = ioctl::Getter::<SIOCOUTQ, std::ffi::c_int>::new();
         ioctl::ioctl(socket, getter)?
@@ -25,17 +27,18 @@ pub fn queued(socket: impl AsFd) -> io::Result<u64> {
     Ok(u64::try_from(queued).unwrap_or(0))
 }
 
-/// True if the other end of a Unix stream socket has read everything that was written to this one.
+/// Returns whether the other end of a Unix stream socket has read everything that was written to
+/// this one.
 pub fn all_read(socket: impl AsFd) -> io::Result<bool> {
-    // While the kernel wakes the sender, it still counts one byte of what was read (`sock_wfree`). Each piece in the queue
-    // costs hundreds.
+    // While the kernel wakes the sender, it still counts one byte of the read data
+    // (`sock_wfree`). Each piece in the queue costs hundreds.
     queued(socket).map(|queued| queued <= 1)
 }
 
-/// Has this thread's runtime watch a descriptor.
+/// Registers a descriptor with this thread's runtime.
 pub fn watch(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: the descriptor is owned by what is returned, which gives out only references to it: it stays open, and the
-    // same, until the registration has ended.
+    // SAFETY: the returned value owns the descriptor and gives out only references to it. So it
+    // stays open, and the same, until the registration has ended.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
 

@@ -1,7 +1,9 @@
-//! What is counted of each tenant, in the text format of Prometheus: requests by how they ended, bytes, and CPU time of programs.
+//! Counts requests by result, bytes, and CPU time of programs for each tenant. It writes them in
+//! the text format of Prometheus.
 //!
-//! A thread adds to numbers of its own, so that threads do not disturb each other. Each tenant is a label: above a bound, all others
-//! are counted together. Not here: metrics with fixed labels (`metrics`), what one request has cost (`account`).
+//! A thread adds to numbers of its own, so that threads do not disturb each other. Each tenant is a
+//! label. Above a bound, all others are counted together. Not here: metrics with fixed labels
+//! (`metrics`), the cost of one request (`request::context`).
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -10,12 +12,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use foldhash::fast::RandomState;
-use nagaya_cmdb::TenantName;
+use http::StatusCode;
+use nagaya_records::TenantName;
 use parking_lot::Mutex;
 
-use crate::access_log::{AccessRecord, Used};
-
-/// Tenants with numbers of their own since the process began.
+/// Maximum number of tenants with numbers of their own since the process began.
 const TENANTS_MAX: usize = 1_000;
 
 /// The label of all others. No tenant has such a name.
@@ -25,43 +26,55 @@ const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// All tenants of a process.
 #[derive(Debug)]
-pub struct TenantTallies {
-    /// Of this one among those of the process: tests make several.
+pub struct TenantMetrics {
+    /// Number of this one in the process, because tests make several.
     id: u64,
-    all: Mutex<Tallies>,
+    all: Mutex<TenantCounterTable>,
 }
 
 #[derive(Debug, Default)]
-struct Tallies {
+struct TenantCounterTable {
     /// One tally for each thread that served the tenant.
-    named: BTreeMap<TenantName, Vec<Arc<Tally>>>,
-    others: Vec<Arc<Tally>>,
+    named: BTreeMap<TenantName, Vec<Arc<TenantCounters>>>,
+    others: Vec<Arc<TenantCounters>>,
 }
 
-/// What one thread has counted of one tenant.
+/// The figures of one request that count for its tenant.
+#[derive(Debug, Clone, Copy)]
+pub struct EndedRequest {
+    pub status: StatusCode,
+    /// Bytes of the request's body.
+    pub bytes_in: u64,
+    /// Bytes of the response's body.
+    pub bytes_out: u64,
+    /// CPU time of its programs, as far as it is known.
+    pub cpu_us: u64,
+}
+
+/// One thread's counters of one tenant.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Tally {
+struct TenantCounters {
     requests: [AtomicU64; CLASSES.len()],
     received: AtomicU64,
     sent: AtomicU64,
     cpu_us: AtomicU64,
 }
 
-/// A thread's own tallies, and whose they are a part of.
+/// A thread's own tallies, and the set they belong to.
 #[derive(Default)]
-struct Own {
+struct ThreadCounters {
     id: u64,
-    tallies: HashMap<TenantName, Arc<Tally>, RandomState>,
-    /// Of all that have none there. Once it is, all that ever get one have theirs.
-    others: Option<Arc<Tally>>,
+    tallies: HashMap<TenantName, Arc<TenantCounters>, RandomState>,
+    /// Counters of all tenants without their own. Once it is set, no further tenant gets its own.
+    others: Option<Arc<TenantCounters>>,
 }
 
 thread_local! {
-    static OWN: RefCell<Own> = RefCell::default();
+    static OWN: RefCell<ThreadCounters> = RefCell::default();
 }
 
-impl Default for TenantTallies {
+impl Default for TenantMetrics {
     fn default() -> Self {
         // 0 is a thread that has counted nothing.
         static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -69,28 +82,27 @@ impl Default for TenantTallies {
     }
 }
 
-impl TenantTallies {
-    /// Counts a request that has ended. One that belongs to no site is nobody's.
-    pub fn add(&self, record: &AccessRecord) {
-        let Some(site) = &record.site else { return };
+impl TenantMetrics {
+    /// Counts a request of this tenant that has ended.
+    pub fn add(&self, tenant: &TenantName, ended: EndedRequest) {
         OWN.with_borrow_mut(|own| {
             if own.id != self.id {
-                *own = Own { id: self.id, ..Own::default() };
+                *own = ThreadCounters { id: self.id, ..ThreadCounters::default() };
             }
-            if !own.tallies.contains_key(&site.tenant) && own.others.is_none() {
-                self.begin(&site.tenant, own);
+            if !own.tallies.contains_key(tenant) && own.others.is_none() {
+                self.begin(tenant, own);
             }
-            let tally = own.tallies.get(&site.tenant).or(own.others.as_ref());
-            tally.expect("each tenant has one, or all that have none have one").add(record);
+            let tally = own.tallies.get(tenant).or(own.others.as_ref());
+            tally.expect("each tenant has one, or all that have none have one").add(ended);
         });
     }
 
-    /// Makes this thread's tally of a tenant. Where there are as many tenants as may be, those of all that have one, and that of the
-    /// others, so that this thread has nothing left to ask.
-    fn begin(&self, tenant: &TenantName, own: &mut Own) {
+    /// Makes this thread's tally of a tenant. If the maximum number of tenants is reached, it
+    /// makes all of them, and that of the others. Then this thread never asks again.
+    fn begin(&self, tenant: &TenantName, own: &mut ThreadCounters) {
         let mut all = self.all.lock();
-        let add = |list: &mut Vec<Arc<Tally>>| {
-            let tally = Arc::new(Tally::default());
+        let add = |list: &mut Vec<Arc<TenantCounters>>| {
+            let tally = Arc::new(TenantCounters::default());
             list.push(Arc::clone(&tally));
             tally
         };
@@ -107,12 +119,12 @@ impl TenantTallies {
         own.others = Some(add(&mut all.others));
     }
 
-    /// The families, each with a sample for each tenant.
+    /// Returns the families, each with a sample for each tenant.
     pub fn text(&self) -> String {
-        let sums: Vec<(String, Sum)> = {
+        let sums: Vec<(String, TenantSum)> = {
             let all = self.all.lock();
-            let named = all.named.iter().map(|(name, list)| (name.to_string(), Sum::of(list)));
-            let others = (!all.others.is_empty()).then(|| (OTHERS.to_owned(), Sum::of(&all.others)));
+            let named = all.named.iter().map(|(name, list)| (name.to_string(), TenantSum::of(list)));
+            let others = (!all.others.is_empty()).then(|| (OTHERS.to_owned(), TenantSum::of(&all.others)));
             named.chain(others).collect()
         };
         let mut out = String::new();
@@ -129,7 +141,7 @@ impl TenantTallies {
                 );
             }
         }
-        let families: [Family; 3] = [
+        let families: [TenantMetricFamily; 3] = [
             ("nagaya_tenant_received_bytes_total", "Bytes of request bodies", |sum| sum.received as f64),
             ("nagaya_tenant_sent_bytes_total", "Bytes of response bodies", |sum| sum.sent as f64),
             (
@@ -149,30 +161,30 @@ impl TenantTallies {
 }
 
 /// Name and help of a family of metrics, and its value of one tenant.
-type Family = (&'static str, &'static str, fn(&Sum) -> f64);
+type TenantMetricFamily = (&'static str, &'static str, fn(&TenantSum) -> f64);
 
-impl Tally {
-    fn add(&self, record: &AccessRecord) {
-        let class = usize::from(record.status.as_u16() / 100).clamp(1, CLASSES.len()) - 1;
+impl TenantCounters {
+    fn add(&self, ended: EndedRequest) {
+        let class = usize::from(ended.status.as_u16() / 100).clamp(1, CLASSES.len()) - 1;
         self.requests[class].fetch_add(1, Ordering::Relaxed);
-        self.received.fetch_add(record.bytes_in, Ordering::Relaxed);
-        self.sent.fetch_add(record.bytes_out, Ordering::Relaxed);
-        if let Used::Known(usage) = record.used() {
-            self.cpu_us.fetch_add(usage.cpu_us, Ordering::Relaxed);
+        self.received.fetch_add(ended.bytes_in, Ordering::Relaxed);
+        self.sent.fetch_add(ended.bytes_out, Ordering::Relaxed);
+        if ended.cpu_us > 0 {
+            self.cpu_us.fetch_add(ended.cpu_us, Ordering::Relaxed);
         }
     }
 }
 
 #[derive(Default)]
-struct Sum {
+struct TenantSum {
     requests: [u64; CLASSES.len()],
     received: u64,
     sent: u64,
     cpu_us: u64,
 }
 
-impl Sum {
-    fn of(tallies: &[Arc<Tally>]) -> Self {
+impl TenantSum {
+    fn of(tallies: &[Arc<TenantCounters>]) -> Self {
         let mut sum = Self::default();
         for tally in tallies {
             for (to, from) in sum.requests.iter_mut().zip(&tally.requests) {
@@ -188,33 +200,23 @@ impl Sum {
 
 #[cfg(test)]
 mod tests {
-    use http::StatusCode;
-    use nagaya_cmdb::Site;
-
     use super::*;
 
-    fn record(tenant: &str, status: u16) -> AccessRecord {
-        let site = serde_json::json!({ "name": "s", "tenant": tenant, "hosts": ["s"],
-            "backend": { "kind": "static", "root": "s" } });
-        let site: Site = serde_json::from_value(site).unwrap();
-        let mut record = crate::access_log::tests::record("/", None);
-        record.site = Some(Arc::new(site));
-        (record.status, record.bytes_in, record.bytes_out) = (StatusCode::from_u16(status).unwrap(), 5, 100);
-        record
+    fn add(tallies: &TenantMetrics, tenant: &str, status: u16) {
+        let status = StatusCode::from_u16(status).unwrap();
+        let ended = EndedRequest { status, bytes_in: 5, bytes_out: 100, cpu_us: 0 };
+        tallies.add(&TenantName::new(tenant).unwrap(), ended);
     }
 
     #[test]
     fn each_tenant_is_counted_over_all_threads() {
-        let tallies = TenantTallies::default();
-        tallies.add(&record("alice", 200));
-        tallies.add(&record("alice", 404));
+        let tallies = TenantMetrics::default();
+        add(&tallies, "alice", 200);
+        add(&tallies, "alice", 404);
         std::thread::scope(|scope| {
-            scope.spawn(|| tallies.add(&record("alice", 200)));
-            scope.spawn(|| tallies.add(&record("bob", 503)));
+            scope.spawn(|| add(&tallies, "alice", 200));
+            scope.spawn(|| add(&tallies, "bob", 503));
         });
-        let mut nobodys = record("alice", 200);
-        nobodys.site = None;
-        tallies.add(&nobodys);
         let text = tallies.text();
         for line in [
             "# TYPE nagaya_tenant_requests_total counter",
@@ -230,16 +232,16 @@ mod tests {
 
     #[test]
     fn above_the_bound_tenants_are_counted_together() {
-        let tallies = TenantTallies::default();
+        let tallies = TenantMetrics::default();
         for n in 0..TENANTS_MAX + 3 {
-            tallies.add(&record(&format!("t{n}"), 200));
+            add(&tallies, &format!("t{n}"), 200);
         }
-        tallies.add(&record("t0", 200));
+        add(&tallies, "t0", 200);
         // A thread that comes later knows whose is whose, and none keeps more than there are labels.
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for tenant in ["t1001", "t1", "t1002"] {
-                    tallies.add(&record(tenant, 200));
+                    add(&tallies, tenant, 200);
                 }
                 OWN.with_borrow(|own| assert_eq!(own.tallies.len(), TENANTS_MAX));
             });

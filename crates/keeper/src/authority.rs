@@ -1,10 +1,12 @@
-//! Authority: until when this node may run what is placed on it, and what sees to it that nothing runs longer.
+//! The node's lease: the time until which this node may run the instances placed on it. Guards stop
+//! them in time.
 //!
-//! Outside of a cluster there is none of it. In one, each placed tree of processes has a [`Guard`], from before its first
-//! process to after its last. The warden, a process of its own (`sandbox::warden`), stops all of them when the time that
-//! the supervisor gave has passed, and lets them go on when it gives more. What has moved away is stopped as soon as that
-//! is read from the feed, before any longer authority that comes behind it takes effect. Not here: what an instance makes
-//! of it (`instances`), how a tree is stopped (`cells`).
+//! Without a cluster there is no lease. In a cluster, each placed tree of processes has a
+//! [`FreezeGuard`], from before its first process to after its last. The warden, a separate process
+//! (`sandbox::warden`), freezes all of them when the lease from the supervisor ends. It thaws them
+//! when the lease is extended. A site that has moved away is frozen as soon as that is read from
+//! the feed. A longer lease behind it takes effect later. Not here: the effects on an instance
+//! (`instances`), how a tree is frozen (`cells`).
 
 use std::collections::HashMap;
 use std::io;
@@ -14,76 +16,81 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
-use nagaya_cmdb::{Change, NameError, NodeName, SiteName};
+use nagaya_keeper_api::codes;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::{NameError, NodeName, RecordChange, SiteName};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::cells::{Brake, Leaf};
+use crate::cells::{FreezeFile, KeptGuard, Leaf};
 use crate::fault::Fault;
-use crate::protocol::Failure;
-use crate::sandbox::{self, Launcher, Ward, Warded};
+use crate::sandbox::{self, Launcher, WardenCommand, WardenReport};
 
-/// A site's application is placed on another node, or on none.
-pub const ELSEWHERE: Code = Code(360);
-/// This node has no authority now.
+/// This node has no lease now.
 pub const FENCED: Code = Code(361);
-/// This node cannot stop what is placed on it.
+/// This node cannot stop the instances placed on it.
 pub const NO_WARDEN: Code = Code(362);
-/// An instance was not given up.
+/// An instance was not handed over.
 pub const NOT_RELEASED: Code = Code(363);
 
-/// How long the warden may take to answer. It does nothing that waits; only a machine that stands still is slower.
+/// Maximum time for the warden to answer. It does nothing that waits. Only a frozen machine is
+/// slower.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
 
-/// Where this node stands. Copies are of the same.
+/// State of this node's lease. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Authority {
-    inner: Arc<Inner>,
+pub struct PlacementLease {
+    inner: Arc<LeaseShared>,
 }
 
 #[derive(Debug)]
-struct Inner {
-    state: Mutex<State>,
+struct LeaseShared {
+    state: Mutex<LeaseState>,
     fenced: watch::Sender<bool>,
-    /// The node is one of a cluster's.
+    /// The node belongs to a cluster.
     joined: watch::Sender<bool>,
-    /// The warden was there and is not any more.
+    /// The warden has ended.
     ended: watch::Sender<bool>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// None: it is alone.
+struct LeaseState {
+    /// `None` without a cluster.
     node: Option<NodeName>,
-    /// Its record was taken out of the cluster while this ran. Where sites are is not told to it rightly any more.
+    /// Its record was removed from the cluster while this ran. Placements it receives are no longer
+    /// reliable.
     is_removed: bool,
     until_ns: u64,
-    /// None: alone, or there is none.
+    /// `None` without a cluster, or if there is none.
     warden: Option<Arc<OwnedFd>>,
     next: u64,
     guarded: HashMap<SiteName, Vec<u64>>,
-    /// Registrations the warden has not answered.
+    /// Registrations that the warden has not answered.
     asked: HashMap<u64, SyncSender<Result<(), i32>>>,
-    /// Sites that are elsewhere by a change that was read and not acted on, with the number of its commit.
+    /// Sites that a change has moved away, which was read and not applied yet, with the number of
+    /// its commit.
     away: HashMap<SiteName, u64>,
-    /// Commits that were read.
+    /// Number of commits that were read.
     commits: u64,
-    /// How often all was stopped, and how long after its time the last was.
+    /// Number of times that all was frozen, and how long after the lease's end the last time was.
     fences: u64,
     last_fence: Option<(Duration, u32)>,
 }
 
-/// A tree of processes that is stopped in time, until this is dropped: when nothing of it is left.
+/// A guarded tree of processes, which is frozen in time. Must be dropped only when nothing of the
+/// tree is left.
 #[derive(Debug)]
-pub struct Guard {
-    inner: Arc<Inner>,
+pub struct FreezeGuard {
+    inner: Arc<LeaseShared>,
     site: SiteName,
     number: u64,
 }
 
-impl Default for Authority {
+impl KeptGuard for FreezeGuard {}
+
+impl Default for PlacementLease {
     fn default() -> Self {
-        let inner = Inner {
+        let inner = LeaseShared {
             state: Mutex::default(),
             fenced: watch::Sender::new(false),
             joined: watch::Sender::new(false),
@@ -93,10 +100,11 @@ impl Default for Authority {
     }
 }
 
-impl Authority {
+impl PlacementLease {
     // === From the feed ===
 
-    /// The node is one of a cluster's: nothing placed runs before the first authority. For life.
+    /// Joins the node to a cluster: nothing placed runs before the first lease. This holds for
+    /// life.
     pub fn join(&self, node: Option<&str>) -> Result<(), NameError> {
         let mut state = self.inner.state.lock();
         if let (Some(node), None) = (node, &state.node) {
@@ -107,47 +115,49 @@ impl Authority {
         Ok(())
     }
 
-    /// It may run until then. Called for every frame, without waiting for anything.
+    /// Extends the lease to `until_ns`. Called for every frame, and never waits.
     pub fn extend(&self, until_ns: u64) {
         let mut state = self.inner.state.lock();
         state.until_ns = state.until_ns.max(until_ns);
-        state.tell(Ward::Until(until_ns), &[]);
+        state.tell(WardenCommand::Until(until_ns), &[]);
     }
 
-    /// Notes changes as they are read: what they move away is stopped before anything that was sent after them holds.
-    pub fn note(&self, changes: &[Change]) {
+    /// Notes changes as they are read: sites they move away are frozen before later frames take
+    /// effect.
+    pub fn note(&self, changes: &[RecordChange]) {
         let mut state = self.inner.state.lock();
         let Some(node) = state.node.clone() else { return };
         let commit = state.commits;
         for change in changes {
             match change {
-                Change::PutPlacement(placement) if placement.part(&node).is_some() => {
+                RecordChange::PutPlacement(placement) if placement.part(&node).is_some() => {
                     state.away.remove(&placement.site);
                 }
-                Change::PutPlacement(placement) => state.leave(&placement.site, commit),
-                Change::DropPlacement(site) => state.leave(site, commit),
-                Change::DropNode(name) if *name == node => state.is_removed = true,
-                Change::PutNode(record) if record.name == node => state.is_removed = false,
+                RecordChange::PutPlacement(placement) => state.leave(&placement.site, commit),
+                RecordChange::DropPlacement(site) => state.leave(site, commit),
+                RecordChange::DropNode(name) if *name == node => state.is_removed = true,
+                RecordChange::PutNode(record) if record.name == node => state.is_removed = false,
                 _ => {}
             }
         }
     }
 
-    /// All changes until here were read. The number of this commit.
+    /// Notes that all changes until here were read. Returns the number of this commit.
     pub fn commit_read(&self) -> u64 {
         let mut state = self.inner.state.lock();
         state.commits += 1;
         state.commits
     }
 
-    /// All of this commit are acted on: the table says where sites are.
+    /// Notes that all changes of this commit are applied: the table has the placements of sites.
     pub fn commit_done(&self, number: u64) {
         self.inner.state.lock().away.retain(|_, commit| *commit >= number);
     }
 
     // === From the main loop ===
 
-    /// Starts the warden, if the node is one of a cluster's and it does not run. Without it nothing that is placed starts.
+    /// Starts the warden, if the node belongs to a cluster and it does not run. Without it nothing
+    /// that is placed starts.
     pub fn begin(&self, launcher: Option<&Launcher>) -> io::Result<()> {
         let is_needed = {
             let state = self.inner.state.lock();
@@ -165,7 +175,7 @@ impl Authority {
             state.warden = Some(Arc::clone(&socket));
             if state.until_ns > 0 {
                 let until_ns = state.until_ns;
-                state.tell(Ward::Until(until_ns), &[]);
+                state.tell(WardenCommand::Until(until_ns), &[]);
             }
         }
         let inner = Arc::clone(&self.inner);
@@ -174,44 +184,47 @@ impl Authority {
         Ok(())
     }
 
-    /// The name of this node in its cluster. None: it is alone.
+    /// Returns the name of this node in its cluster. `None` without a cluster.
     pub fn node(&self) -> Option<NodeName> {
         self.inner.state.lock().node.clone()
     }
 
-    /// Whether this node was taken out of its cluster: nothing is placed on it, whatever placements say.
+    /// Whether this node was removed from its cluster: then nothing is placed on it, whatever
+    /// placements say.
     pub fn is_removed(&self) -> bool {
         self.inner.state.lock().is_removed
     }
 
-    /// A number that changes whenever this site's processes are stopped, and is no number while they are.
+    /// Returns a number that changes whenever this site's processes are frozen. `None` while they
+    /// are.
     pub fn stops(&self, site: &SiteName) -> Option<u64> {
         let state = self.inner.state.lock();
         let runs = !*self.inner.fenced.borrow() && !state.away.contains_key(site);
         runs.then_some(state.fences)
     }
 
-    /// Whether all that is placed here is stopped.
+    /// Returns a receiver of whether all placed instances are frozen.
     pub fn fenced(&self) -> watch::Receiver<bool> {
         self.inner.fenced.subscribe()
     }
 
-    /// Returns once the node is one of a cluster's.
-    pub async fn until_joined(&self) {
+    /// Returns once the node belongs to a cluster.
+    pub async fn wait_until_joined(&self) {
         let mut joined = self.inner.joined.subscribe();
         // The sender is `self`'s own.
         let _ = joined.wait_for(|joined| *joined).await;
     }
 
     /// Returns once the warden has ended.
-    pub async fn until_lost(&self) {
+    pub async fn wait_until_lost(&self) {
         let mut ended = self.inner.ended.subscribe();
         // The sender is `self`'s own.
         let _ = ended.wait_for(|ended| *ended).await;
     }
 
-    /// Guards a tree that has no process yet. From its return on none of it runs without authority. Blocks.
-    pub fn guard(&self, site: &SiteName, leaf: &Leaf) -> Result<Option<Guard>, Fault> {
+    /// Guards a tree that has no process yet. After this returns none of it runs without a lease.
+    /// Blocks.
+    pub fn guard(&self, site: &SiteName, leaf: &Leaf) -> Result<Option<FreezeGuard>, Fault> {
         if self.inner.state.lock().node.is_none() {
             return Ok(None);
         }
@@ -219,9 +232,9 @@ impl Authority {
             let message = format!(
                 "the application of '{site}' is not started: it could not be stopped in time ({why})"
             );
-            Fault::new(Failure::Busy, NO_WARDEN, message)
+            Fault::new(FailureKind::Busy, NO_WARDEN, message)
         };
-        let Brake { version, own, all } = leaf.brake().map_err(|error| cannot(&error))?;
+        let FreezeFile { version, own, all } = leaf.brake().map_err(|error| cannot(&error))?;
         let (sender, answer) = sync_channel(1);
         let number = {
             let mut state = self.inner.state.lock();
@@ -230,17 +243,17 @@ impl Authority {
             }
             if state.away.contains_key(site) {
                 let message = format!("the application of '{site}' has just been placed elsewhere");
-                return Err(Fault::new(Failure::Busy, ELSEWHERE, message));
+                return Err(Fault::new(FailureKind::Busy, codes::ELSEWHERE, message));
             }
             state.next += 1;
             let number = state.next;
             state.asked.insert(number, sender);
             state.guarded.entry(site.clone()).or_default().push(number);
             let fds: Vec<_> = [Some(&own), all.as_ref()].into_iter().flatten().map(AsFd::as_fd).collect();
-            state.tell(Ward::Add { number, version }, &fds);
+            state.tell(WardenCommand::Add { number, version }, &fds);
             number
         };
-        let guard = Guard { inner: Arc::clone(&self.inner), site: site.clone(), number };
+        let guard = FreezeGuard { inner: Arc::clone(&self.inner), site: site.clone(), number };
         let answered = answer.recv_timeout(ANSWER_MAX);
         self.inner.state.lock().asked.remove(&number);
         match answered {
@@ -250,7 +263,7 @@ impl Authority {
         }
     }
 
-    /// For `nagaya status`: null where it is alone.
+    /// Describes the lease for `nagaya status`. Null without a cluster.
     pub fn status(&self) -> serde_json::Value {
         let state = self.inner.state.lock();
         let Some(node) = &state.node else { return serde_json::Value::Null };
@@ -267,29 +280,29 @@ impl Authority {
     }
 }
 
-impl State {
-    fn tell(&mut self, ward: Ward, fds: &[std::os::fd::BorrowedFd<'_>]) {
-        // A warden that has ended is noticed by who listens to it.
+impl LeaseState {
+    fn tell(&mut self, ward: WardenCommand, fds: &[std::os::fd::BorrowedFd<'_>]) {
+        // The listening thread notices a warden that has ended.
         if let Some(warden) = &self.warden
             && let Err(error) = sandbox::send(&**warden, &ward, fds)
         {
-            tracing::warn!(%error, "{NO_WARDEN}: the warden is not told");
+            tracing::warn!(%error, "{NO_WARDEN}: the warden cannot be reached");
         }
     }
 
-    /// The site is elsewhere: what runs of it is stopped for good.
+    /// Freezes a site's processes for good: it is placed elsewhere.
     fn leave(&mut self, site: &SiteName, commit: u64) {
         self.away.insert(site.clone(), commit);
         for number in self.guarded.get(site).cloned().unwrap_or_default() {
-            self.tell(Ward::Hold { number }, &[]);
+            self.tell(WardenCommand::Hold { number }, &[]);
         }
     }
 }
 
-impl Drop for Guard {
+impl Drop for FreezeGuard {
     fn drop(&mut self) {
         let mut state = self.inner.state.lock();
-        state.tell(Ward::Remove { number: self.number }, &[]);
+        state.tell(WardenCommand::Remove { number: self.number }, &[]);
         if let Some(numbers) = state.guarded.get_mut(&self.site) {
             numbers.retain(|number| *number != self.number);
             if numbers.is_empty() {
@@ -299,11 +312,11 @@ impl Drop for Guard {
     }
 }
 
-/// What the warden says, until it ends.
-fn listen(inner: &Inner, socket: &OwnedFd) {
+/// Handles the warden's messages, until it ends.
+fn listen(inner: &LeaseShared, socket: &OwnedFd) {
     let began = Instant::now();
     loop {
-        let told = match sandbox::receive::<Warded>(socket) {
+        let told = match sandbox::receive::<WardenReport>(socket) {
             Ok(Some((told, _))) => told,
             Ok(None) => break,
             Err(error) => {
@@ -312,18 +325,18 @@ fn listen(inner: &Inner, socket: &OwnedFd) {
             }
         };
         match told {
-            Warded::Added { number } => inner.answer(number, Ok(())),
-            Warded::Failed { number, errno } => {
+            WardenReport::Added { number } => inner.answer(number, Ok(())),
+            WardenReport::Failed { number, errno } => {
                 let error = io::Error::from_raw_os_error(errno);
                 tracing::error!(%error, "{NO_WARDEN}: an instance could not be stopped in time");
                 inner.answer(number, Err(errno));
             }
-            Warded::Fenced { after_ns, count } => {
+            WardenReport::Fenced { after_ns, count } => {
                 let after = Duration::from_nanos(after_ns);
                 tracing::warn!(
                     ?after,
                     instances = count,
-                    "{FENCED}: the node has lost its authority; what is placed here stands still"
+                    "{FENCED}: the node has lost its lease; its placed applications are frozen"
                 );
                 let mut state = inner.state.lock();
                 state.fences += 1;
@@ -331,24 +344,24 @@ fn listen(inner: &Inner, socket: &OwnedFd) {
                 drop(state);
                 inner.fenced.send_replace(true);
             }
-            Warded::Freed => {
-                tracing::info!(after = ?began.elapsed(), "the node has authority; what is placed here may run");
+            WardenReport::Freed => {
+                tracing::info!(after = ?began.elapsed(), "the node has a lease; its placed applications may run");
                 inner.fenced.send_replace(false);
             }
         }
     }
-    // Whoever is guarded is not any more: nothing placed may go on.
-    tracing::error!("{NO_WARDEN}: the warden has ended; the keeper ends, and starts anew with another");
+    // No tree is guarded any more: nothing placed may continue.
+    tracing::error!("{NO_WARDEN}: the warden has ended; the keeper ends, and starts again with a new one");
     inner.state.lock().warden = None;
     inner.fenced.send_replace(true);
     inner.ended.send_replace(true);
 }
 
-impl Inner {
+impl LeaseShared {
     fn answer(&self, number: u64, answer: Result<(), i32>) {
         let asked = self.state.lock().asked.remove(&number);
         if let Some(asked) = asked {
-            // Who asked may have given up.
+            // The caller may have given up.
             let _ = asked.send(answer);
         }
     }

@@ -1,7 +1,8 @@
-//! What a CGI program may be called and which variables it gets (RFC 3875).
+//! Names of CGI programs and their variables (RFC 3875).
 //!
-//! The edge sends both, and is not trusted: a name that could leave the root or a variable that changes
-//! how a program is loaded (`variables`) ends here. Not here: opening and starting it (`roots`, `spawn`).
+//! The edge sends both, and is not trusted: a name that could leave the root or a variable that
+//! changes how a program is loaded (`variables`) ends here. Not here: opening and starting it
+//! (`roots`, `spawn`).
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -9,25 +10,26 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nagaya_base::limits::SITE_PATH_LEN_MAX;
-use nagaya_cmdb::record::Files;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_keeper_api::variables::VariableOwner;
+use nagaya_records::record::FileRoot;
 
 use crate::fault::{self, Fault};
-use crate::protocol::Failure;
-use crate::variables::VariableOwner;
 
-/// Where started programs look for others.
+/// Search path of started programs.
 pub const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
-/// Ending of programs where the site names none.
+/// File name extension of programs where the site names none.
 const EXTENSION: &str = ".cgi";
 
-/// Most variables of one program from the edge: twice the usual limit of 100 headers, and the meta-variables.
+/// Maximum number of variables from the edge: twice the usual limit of 100 headers, and the
+/// meta-variables.
 const VARIABLES_MAX: usize = 256;
 
-/// Longest text of the peer's that is repeated in a message, in characters.
+/// Maximum length of the peer's text that is repeated in a message, characters.
 const QUOTED_MAX: usize = 120;
 
-/// Meta-variables of RFC 3875 section 4.1, and those servers have added to them since.
+/// Meta-variables of RFC 3875 section 4.1, and those that servers have added since.
 const VARIABLES: [&str; 28] = [
     "AUTH_TYPE",
     "CONTENT_LENGTH",
@@ -59,15 +61,17 @@ const VARIABLES: [&str; 28] = [
     "UNIQUE_ID",
 ];
 
-/// Known, and never taken from the edge: the keeper sets the first three itself, and a client could set
-/// the last one by a `Proxy` header to redirect what the program fetches (CVE-2016-5385).
+/// Known variables that are never taken from the edge. The keeper sets the first three itself. A
+/// client could set the last one by a `Proxy` header, to redirect the program's own requests
+/// (CVE-2016-5385).
 const IGNORED: [&str; 4] = ["DOCUMENT_ROOT", "PATH_TRANSLATED", "SCRIPT_FILENAME", "HTTP_PROXY"];
 
-/// Whether `script` is the name of a program of this site: relative, inside, and with the right ending.
-pub fn check_script(files: &Files, script: &str) -> Result<(), Fault> {
+/// Whether `script` is the name of a program of this site: relative, inside, and with the right
+/// extension.
+pub fn check_script(files: &FileRoot, script: &str) -> Result<(), Fault> {
     let refuse = |why: &str| {
         let message = format!("'{}' is not the name of a program here: {why}", quoted(script));
-        Err(Fault::new(Failure::Invalid, fault::SCRIPT_NAME, message))
+        Err(Fault::new(FailureKind::Invalid, fault::SCRIPT_NAME, message))
     };
     if script.is_empty() || script.len() > SITE_PATH_LEN_MAX {
         return refuse(&format!("it needs 1 to {SITE_PATH_LEN_MAX} bytes"));
@@ -91,7 +95,8 @@ pub fn check_script(files: &Files, script: &str) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The complete environment: the edge's variables, then the keeper's own, then the site's record's.
+/// Builds the complete environment: the edge's variables, then the keeper's own, then the site's
+/// record's.
 pub fn environment(
     from_edge: Vec<(String, String)>,
     root: &Path,
@@ -137,7 +142,8 @@ pub fn environment(
     all.into_iter().map(|(name, value)| variable(&name, &value)).collect()
 }
 
-/// `NAME=value` as a program gets it. The operator's variables may have any name but an ambiguous one.
+/// Returns `NAME=value` as a program gets it. The operator's variables may have any unambiguous
+/// name.
 pub fn variable(name: &str, value: &[u8]) -> Result<CString, Fault> {
     if name.is_empty() || name.contains('=') {
         return refuse(&format!("'{}' cannot be the name of a variable", quoted(name)));
@@ -148,7 +154,8 @@ pub fn variable(name: &str, value: &[u8]) -> Result<CString, Fault> {
     }
 }
 
-/// Whether the edge may send it: of the server's names only those it has a use for, and all that rules may set.
+/// Whether the edge may send it: of the server's names only the useful ones, and all that rules may
+/// set.
 fn is_variable(name: &str) -> bool {
     let header = name.strip_prefix("HTTP_").is_some_and(|rest| {
         !rest.is_empty() && rest.bytes().all(|b| matches!(b, b'A'..=b'Z' | b'0'..=b'9' | b'_'))
@@ -158,7 +165,7 @@ fn is_variable(name: &str) -> bool {
 }
 
 fn refuse<T>(why: &str) -> Result<T, Fault> {
-    Err(Fault::new(Failure::Invalid, fault::ENVIRONMENT, format!("environment refused: {why}")))
+    Err(Fault::new(FailureKind::Invalid, fault::ENVIRONMENT, format!("environment refused: {why}")))
 }
 
 fn quoted(text: &str) -> String {

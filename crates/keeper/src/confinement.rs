@@ -1,38 +1,40 @@
-//! What an edge may ask of cells: every number in range, every list bounded, nothing said twice.
+//! Checks an edge's requests about cells: every number in range, every list bounded, nothing twice.
 //!
-//! The edge parses what strangers send; whatever it asks for is looked at as if a stranger had written it. One
-//! refusal names the first thing that does not fit. Not here: limits of records, which are checked where they
-//! are written (`cmdb::record`), and the cells themselves (`cells`).
+//! The edge parses what strangers send; whatever it asks for is looked at as if a stranger had
+//! written it. One refusal names the first thing that does not fit. Not here: limits of records,
+//! which are checked where they are written (`records::record`), and the cells themselves
+//! (`cells`).
 
-use nagaya_cmdb::cell::{
+use nagaya_keeper_api::limits::TENANTS_MAX;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::cell::{
     Boost, CPU_PERIOD_MAX_US, CPU_PERIOD_MIN_US, CPU_QUOTA_MIN_US, CPU_SHARES_MAX, CPU_SHARES_MIN,
-    CellChange, Confinement, Controller, CpuQuota, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX, Demotion, Device,
-    IoLimit, Limits, NAMED_PER_REQUEST_MAX, NamedCell, Scope,
+    CellChange, CellScope, CgroupController, Confinement, CpuQuota, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX,
+    Demotion, Device, IoLimit, LimitSet, NAMED_PER_REQUEST_MAX, NamedCell,
 };
-use nagaya_cmdb::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX};
-use nagaya_cmdb::{Site, Tenant, TenantName};
+use nagaya_records::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX};
+use nagaya_records::{Site, Tenant, TenantName};
 
 use crate::fault::{self, Fault};
-use crate::protocol::Failure;
 
-/// Most changes of named cells in one message.
+/// Maximum number of changes of named cells in one message.
 pub const CHANGES_MAX: usize = 256;
 
-/// Most tenants in each list of one message.
-pub const TENANTS_MAX: usize = 64;
-
-/// Largest quota, microseconds: a thousand cores for the longest period. The kernel's own bound is 2^44.
+/// Maximum quota, microseconds: a thousand cores for the longest period. The kernel's own limit is
+/// 2^44.
 const CPU_QUOTA_MAX_US: u64 = CPU_PERIOD_MAX_US as u64 * 1000;
 
 /// Widths of a device's numbers (`MINORBITS` of include/linux/kdev_t.h).
 const MAJOR_MAX: u32 = (1 << 12) - 1;
 const MINOR_MAX: u32 = (1 << 20) - 1;
 
-/// Longest list of CPUs or memory nodes, in bytes, and the largest number in it (`NR_CPUS` of x86-64).
+/// Maximum length of a list of CPUs or memory nodes, in bytes, and the largest number in it
+/// (`NR_CPUS` of x86-64).
 const LIST_LEN_MAX: usize = 256;
 const LIST_NUMBER_MAX: u32 = 8191;
 
-/// What holds for a request of this site: what was asked for it, laid over what the site's record says.
+/// Returns the effective confinement of a request to this site: its own over the one of the site's
+/// record.
 pub fn of_site(site: &Site, asked: &Confinement) -> Confinement {
     let demotions = match asked.demotions.as_slice() {
         [] => site.demotions.iter().filter_map(|demotion| demotion.demotion()).collect(),
@@ -46,11 +48,11 @@ pub fn of_site(site: &Site, asked: &Confinement) -> Confinement {
     }
 }
 
-/// Whether anything that holds for a request of this site limits the disk of the site's files by that name.
+/// Whether any limit of a request to this site names the disk of the site's files in that way.
 pub fn names_root_device(tenant: &Tenant, site: &Site, asked: &Confinement) -> bool {
     let named = asked.named.iter().filter_map(|cell| cell.limits.as_ref());
     let demoted = asked.demotions.iter().map(|demotion| &demotion.limits);
-    let is_root = |limits: &Limits| limits.device(Device::Root).is_some();
+    let is_root = |limits: &LimitSet| limits.device(Device::Root).is_some();
     let by_records = [&tenant.limits, &site.limits, &site.request_limits]
         .into_iter()
         .chain(site.demotions.iter().map(|demotion| &demotion.limits));
@@ -58,7 +60,7 @@ pub fn names_root_device(tenant: &Tenant, site: &Site, asked: &Confinement) -> b
         || by_records.filter(|limits| !limits.is_empty()).any(|limits| is_root(&limits.limits()))
 }
 
-/// Whether a request may be confined like this.
+/// Checks a request's confinement.
 pub fn check(confinement: &Confinement) -> Result<(), Fault> {
     let Confinement { limits, named, demotions, boost } = confinement;
     of_request(limits, "the request")?;
@@ -73,17 +75,18 @@ pub fn check(confinement: &Confinement) -> Result<(), Fault> {
     check_boost(*boost)
 }
 
-/// Whether an instance may be asked to be raised like this. How far it then is, is its record's to say.
+/// Checks a boost of an instance. Its record decides how much of it is granted.
 pub fn check_boost(Boost { cpu, cpu_shares }: Boost) -> Result<(), Fault> {
-    check_limits(&Limits { cpu, cpu_shares, ..Limits::default() }, "a boost")
+    check_limits(&LimitSet { cpu, cpu_shares, ..LimitSet::default() }, "a boost")
 }
 
-/// Whether so many tenants may be named at once. Which they are is no matter: what gives way loses nothing that nobody else wants.
+/// Checks the number of tenants named at once. The choice is not checked: lowered priority costs a
+/// tenant only CPU time that others want.
 pub fn check_giving_way(give_way: &[TenantName], resume: &[TenantName]) -> Result<(), Fault> {
     at_most(give_way.len().max(resume.len()), TENANTS_MAX, "tenants")
 }
 
-/// Whether rules may do this to named cells.
+/// Checks changes that rules make to named cells.
 pub fn check_changes(changes: &[CellChange]) -> Result<(), Fault> {
     at_most(changes.len(), CHANGES_MAX, "changes of cells")?;
     changes.iter().try_for_each(|change| match change {
@@ -98,21 +101,21 @@ pub fn check_changes(changes: &[CellChange]) -> Result<(), Fault> {
 fn check_named(cell: &NamedCell) -> Result<(), Fault> {
     let name = cell.name.as_str();
     check_controllers(name, &cell.controllers)?;
-    if cell.scope == Scope::Tenant && cell.controllers.len() < Controller::ALL.len() {
+    if cell.scope == CellScope::Tenant && cell.controllers.len() < CgroupController::ALL.len() {
         return refuse(format!("cell '{name}' of a tenant is joined with some controllers, not with all"));
     }
     cell.limits.as_ref().map_or(Ok(()), |limits| of_named(name, &cell.controllers, limits))
 }
 
-fn check_controllers(name: &str, controllers: &[Controller]) -> Result<(), Fault> {
+fn check_controllers(name: &str, controllers: &[CgroupController]) -> Result<(), Fault> {
     if controllers.is_empty() {
         return refuse(format!("cell '{name}' is named without a controller"));
     }
     once(controllers, &format!("cell '{name}'"))
 }
 
-fn once(controllers: &[Controller], of: &str) -> Result<(), Fault> {
-    let twice = Controller::ALL.iter().find(|c| controllers.iter().filter(|had| had == c).count() > 1);
+fn once(controllers: &[CgroupController], of: &str) -> Result<(), Fault> {
+    let twice = CgroupController::ALL.iter().find(|c| controllers.iter().filter(|had| had == c).count() > 1);
     match twice {
         Some(controller) => refuse(format!("{of}: controller {} is named twice", controller.as_str())),
         None => Ok(()),
@@ -127,8 +130,9 @@ fn check_demotions(demotions: &[Demotion]) -> Result<(), Fault> {
     demotions.iter().try_for_each(|demotion| of_request(&demotion.limits, "a demotion"))
 }
 
-/// A request has no memory of its own to limit: what it shares with the next one in its cell would count for both.
-fn of_request(limits: &Limits, of: &str) -> Result<(), Fault> {
+/// Checks limits of a request. It has no memory of its own to limit. Memory shared with the next
+/// request in its cell would count for both.
+fn of_request(limits: &LimitSet, of: &str) -> Result<(), Fault> {
     if limits.memory.is_some() {
         return refuse(format!(
             "{of} has a limit of memory, which only tenants, sites and named cells can have"
@@ -137,14 +141,15 @@ fn of_request(limits: &Limits, of: &str) -> Result<(), Fault> {
     check_limits(limits, of)
 }
 
-/// A limit whose controller the cell is not named with would have no effect, and nobody would learn of it.
-fn of_named(name: &str, controllers: &[Controller], limits: &Limits) -> Result<(), Fault> {
+/// Checks limits of a named cell. A limit of a controller that the cell is not named with would
+/// have no effect, unnoticed.
+fn of_named(name: &str, controllers: &[CgroupController], limits: &LimitSet) -> Result<(), Fault> {
     let needs = [
-        (limits.cpu.is_some() || limits.cpu_shares.is_some(), Controller::Cpu),
-        (!limits.io.is_empty(), Controller::Blkio),
-        (limits.processes.is_some(), Controller::Pids),
-        (limits.memory.is_some(), Controller::Memory),
-        (limits.cpus.is_some() || limits.mems.is_some(), Controller::Cpuset),
+        (limits.cpu.is_some() || limits.cpu_shares.is_some(), CgroupController::Cpu),
+        (!limits.io.is_empty(), CgroupController::Blkio),
+        (limits.processes.is_some(), CgroupController::Pids),
+        (limits.memory.is_some(), CgroupController::Memory),
+        (limits.cpus.is_some() || limits.mems.is_some(), CgroupController::Cpuset),
     ];
     for (is_set, controller) in needs {
         if is_set && !controllers.contains(&controller) {
@@ -157,9 +162,9 @@ fn of_named(name: &str, controllers: &[Controller], limits: &Limits) -> Result<(
     check_limits(limits, &format!("cell '{name}'"))
 }
 
-fn check_limits(limits: &Limits, of: &str) -> Result<(), Fault> {
-    // Taken apart in full, so that a new limit cannot be forgotten here.
-    let Limits { cpu, cpu_shares, io, processes, memory, cpus, mems } = limits;
+fn check_limits(limits: &LimitSet, of: &str) -> Result<(), Fault> {
+    // Destructured in full, so that a new limit cannot be forgotten here.
+    let LimitSet { cpu, cpu_shares, io, processes, memory, cpus, mems } = limits;
     if let Some(CpuQuota { quota_us, period_us }) = *cpu {
         within(period_us.into(), CPU_PERIOD_MIN_US.into(), CPU_PERIOD_MAX_US.into(), of, "CPU period in us")?;
         within(quota_us, CPU_QUOTA_MIN_US, CPU_QUOTA_MAX_US, of, "CPU quota in us")?;
@@ -206,7 +211,7 @@ fn check_io(io: &[IoLimit], of: &str) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The list format of `cpuset(7)`, without strides.
+/// Whether it is in the list format of `cpuset(7)`, without strides.
 fn is_list(text: &str) -> bool {
     let number = |part: &str| {
         let plain = !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
@@ -228,14 +233,14 @@ fn within(value: u64, least: u64, most: u64, of: &str, what: &str) -> Result<(),
 
 fn at_most(count: usize, most: usize, what: &str) -> Result<(), Fault> {
     if count > most {
-        refuse(format!("{count} {what} are asked for at once; {most} is the most"))
+        refuse(format!("{count} {what} were requested at once; at most {most} are allowed"))
     } else {
         Ok(())
     }
 }
 
 fn refuse(why: String) -> Result<(), Fault> {
-    Err(Fault::new(Failure::Invalid, fault::CONFINEMENT, why))
+    Err(Fault::new(FailureKind::Invalid, fault::CONFINEMENT, why))
 }
 
 #[cfg(test)]

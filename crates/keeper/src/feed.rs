@@ -1,8 +1,9 @@
-//! The keeper's end of the feed: records into the table, everything else to the main loop.
+//! The keeper's end of the feed: records go into the table, everything else to the main loop.
 //!
-//! It reads on a thread of its own, and acts on what it read on another, so that a large import never holds up a verb for
-//! longer than its changes take to apply, nor the node's authority at all: that is handed on as it is read. What the
-//! changes before it move away is held back first. Not here: the frames (`cmdb::feed`), the table (`cmdb::table`).
+//! One thread reads, and another one acts on the messages. So a large import holds up a verb only
+//! while its changes are applied. It never holds up the node's authority, which is handed on as it
+//! is read. Instances that earlier changes move away are held back first. Not here: the frames
+//! (`records::feed`), the table (`records::table`).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -11,39 +12,39 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use nagaya_cmdb::feed::{self, Down, Question, Up};
-use nagaya_cmdb::instance::Exec;
-use nagaya_cmdb::{Backend, Change, NameError, SiteName, Table, TableError};
+use nagaya_records::feed::{self, FeedQuery, FromSupervisor, ToSupervisor};
+use nagaya_records::instance::ExecCommand;
+use nagaya_records::{Backend, NameError, RecordChange, RecordIndex, SiteName, TableError};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::authority::Authority;
-use crate::options::Options;
-use crate::passed::Receiving;
+use crate::authority::PlacementLease;
+use crate::fd_stream::FdStream;
+use crate::options::KeeperConfig;
 
-/// What the main loop must act on.
+/// An event for the main loop.
 #[derive(Debug)]
-pub enum Event {
-    Options(Box<Options>),
-    /// The table has changed. To be answered once that is acted on.
+pub enum FeedEvent {
+    Options(Box<KeeperConfig>),
+    /// The table has changed. Must be answered once the main loop has acted on it.
     Committed {
         done: oneshot::Sender<()>,
-        /// The sites whose record says that they always run, if they are others than before.
+        /// The sites whose record says that they always run, if they changed.
         kept: Option<BTreeSet<SiteName>>,
-        /// Some sites are not there any more.
+        /// Some sites were removed.
         gone: bool,
     },
     Ask {
-        question: Question,
-        answer: Answerer,
+        question: FeedQuery,
+        answer: ReplySender,
     },
-    /// A command for an instance, and the connection of who waits for it.
+    /// A command for an instance, and its client's connection.
     Exec {
-        exec: Exec,
+        exec: ExecCommand,
         connection: OwnedFd,
     },
     Drain,
-    /// The feed cannot be followed any more; only a new process can be in step again.
+    /// The feed cannot be followed any more. Only a new process can be in step again.
     Broken(FeedError),
 }
 
@@ -53,75 +54,81 @@ pub enum FeedError {
     Socket(#[from] io::Error),
     #[error("the supervisor sent settings this keeper does not understand: {0}")]
     Options(#[from] serde_json::Error),
-    #[error("the supervisor sent a name of this node that is none: {0}")]
+    #[error("the supervisor sent a name of this node that is not valid: {0}")]
     Node(#[from] NameError),
     #[error("the supervisor sent a change that does not fit: {0}")]
     Change(#[from] TableError),
 }
 
-/// Where the answer to one question goes. It may come late, and others before it.
+/// Channel for the answer to one question. It may come late, and others before it.
 #[derive(Debug)]
-pub struct Answerer {
+pub struct ReplySender {
     tag: u64,
-    up: SyncSender<Up>,
+    up: SyncSender<ToSupervisor>,
 }
 
-impl Answerer {
-    /// Whoever asked may have closed the feed, whose end arrives next; or it reads so little that it has stopped waiting.
+impl ReplySender {
+    /// Sends the answer. The supervisor may have closed the feed, whose end arrives next. Or it
+    /// reads so little that it has stopped waiting.
     pub fn send(self, text: String) {
-        let _ = self.up.try_send(Up::Answer { tag: self.tag, text });
+        let _ = self.up.try_send(ToSupervisor::Answer { tag: self.tag, text });
     }
 }
 
-/// Frames that may wait to be written to the supervisor: more than it has questions open.
+/// Maximum number of frames that wait to be written to the supervisor: more than its open
+/// questions.
 const UP_MAX: usize = 128;
 
-/// Frames that may be read and not acted on: while a commit of a large import takes its time, those behind it are read for
-/// the authority among them.
+/// Maximum number of frames that are read and not acted on. While a large import is committed, the
+/// frames behind it are read for leases among them.
 const READ_MAX: usize = 64;
 
-/// What was read.
-enum Item {
-    Frame(Down),
+/// An item that was read.
+enum FeedItem {
+    Frame(FromSupervisor),
     Commit {
         revision: u64,
-        /// By `Authority::commit_read`.
+        /// By `PlacementLease::commit_read`.
         number: u64,
     },
-    Exec(Exec, OwnedFd),
+    Exec(ExecCommand, OwnedFd),
     /// The feed has ended.
     End(Result<(), FeedError>),
 }
 
-/// Reads until the end, and hands the node's authority on at once.
-fn read(stream: &mut Receiving, authority: &Authority, items: &SyncSender<Item>) -> Result<(), FeedError> {
-    // Nothing runs before the first commit, so what that moves away need not be noted.
+/// Reads until the end, and passes leases of the node on at once.
+fn read(
+    stream: &mut FdStream,
+    authority: &PlacementLease,
+    items: &SyncSender<FeedItem>,
+) -> Result<(), FeedError> {
+    // Nothing runs before the first commit, so moves in it need not be noted.
     let mut is_begun = false;
-    while let Some(frame) = feed::read::<Down>(stream)? {
+    while let Some(frame) = feed::read::<FromSupervisor>(stream)? {
         let item = match frame {
-            Down::Authority { until_ns } => {
+            FromSupervisor::Authority { until_ns } => {
                 authority.extend(until_ns);
                 continue;
             }
-            Down::Options(options) => {
+            FromSupervisor::Options(options) => {
                 authority.join(options.get("node").and_then(|node| node.as_str()))?;
-                Item::Frame(Down::Options(options))
+                FeedItem::Frame(FromSupervisor::Options(options))
             }
-            Down::Apply(changes) => {
+            FromSupervisor::Apply(changes) => {
                 if is_begun {
                     authority.note(&changes);
                 }
-                Item::Frame(Down::Apply(changes))
+                FeedItem::Frame(FromSupervisor::Apply(changes))
             }
-            Down::Commit { revision } => {
+            FromSupervisor::Commit { revision } => {
                 is_begun = true;
-                Item::Commit { revision, number: authority.commit_read() }
+                FeedItem::Commit { revision, number: authority.commit_read() }
             }
-            Down::Exec(exec) => match stream.take_passed() {
-                Some(connection) => Item::Exec(exec, connection),
+            FromSupervisor::Exec(exec) => match stream.take_passed() {
+                Some(connection) => FeedItem::Exec(exec, connection),
                 None => continue,
             },
-            other => Item::Frame(other),
+            other => FeedItem::Frame(other),
         };
         if items.send(item).is_err() {
             break;
@@ -130,28 +137,29 @@ fn read(stream: &mut Receiving, authority: &Authority, items: &SyncSender<Item>)
     Ok(())
 }
 
-/// What is known of the records as they come in.
-struct Following {
-    authority: Authority,
-    table: Arc<RwLock<Table>>,
-    events: mpsc::Sender<Event>,
-    up: SyncSender<Up>,
+/// The known records as they come in.
+struct FeedFollower {
+    authority: PlacementLease,
+    table: Arc<RwLock<RecordIndex>>,
+    events: mpsc::Sender<FeedEvent>,
+    up: SyncSender<ToSupervisor>,
     kept: BTreeSet<SiteName>,
     kept_changed: bool,
     sites_gone: bool,
 }
 
-impl Following {
-    /// Acts on what was read, until the feed ends.
-    fn run(&mut self, items: &Receiver<Item>) -> Result<(), FeedError> {
-        let mut waiting: Vec<Change> = Vec::new();
-        // Until the first commit nobody reads the table, so its first hundred thousand records need not wait.
+impl FeedFollower {
+    /// Acts on items, until the feed ends.
+    fn run(&mut self, items: &Receiver<FeedItem>) -> Result<(), FeedError> {
+        let mut waiting: Vec<RecordChange> = Vec::new();
+        // Nobody reads the table until the first commit, so its first hundred thousand records need
+        // not wait.
         let mut committed = false;
         while let Ok(item) = items.recv() {
             let event = match item {
-                Item::End(end) => return end,
-                Item::Exec(exec, connection) => Event::Exec { exec, connection },
-                Item::Commit { revision, number } => {
+                FeedItem::End(end) => return end,
+                FeedItem::Exec(exec, connection) => FeedEvent::Exec { exec, connection },
+                FeedItem::Commit { revision, number } => {
                     self.apply(std::mem::take(&mut waiting))?;
                     committed = true;
                     if !self.commit(revision, number) {
@@ -159,32 +167,32 @@ impl Following {
                     }
                     continue;
                 }
-                Item::Frame(Down::Apply(changes)) if committed => {
+                FeedItem::Frame(FromSupervisor::Apply(changes)) if committed => {
                     waiting.extend(changes);
                     continue;
                 }
-                Item::Frame(Down::Apply(changes)) => {
+                FeedItem::Frame(FromSupervisor::Apply(changes)) => {
                     self.apply(changes)?;
                     continue;
                 }
-                Item::Frame(Down::Options(options)) => {
-                    Event::Options(Box::new(serde_json::from_value(options)?))
+                FeedItem::Frame(FromSupervisor::Options(options)) => {
+                    FeedEvent::Options(Box::new(serde_json::from_value(options)?))
                 }
-                Item::Frame(Down::Drain) => return Ok(()),
-                Item::Frame(Down::Ask { tag, question }) => {
-                    Event::Ask { question, answer: Answerer { tag, up: self.up.clone() } }
+                FeedItem::Frame(FromSupervisor::Drain) => return Ok(()),
+                FeedItem::Frame(FromSupervisor::Ask { tag, question }) => {
+                    FeedEvent::Ask { question, answer: ReplySender { tag, up: self.up.clone() } }
                 }
-                // The reader has these, or they are the edge's.
-                Item::Frame(
-                    Down::Commit { .. }
-                    | Down::Exec(_)
-                    | Down::Authority { .. }
-                    | Down::ReopenLogs
-                    | Down::Placed { .. }
-                    | Down::Leaving { .. }
-                    | Down::Wakes { .. }
-                    | Down::Vouch { .. }
-                    | Down::VouchAnswer { .. },
+                // The reader handles these, or they are the edge's.
+                FeedItem::Frame(
+                    FromSupervisor::Commit { .. }
+                    | FromSupervisor::Exec(_)
+                    | FromSupervisor::Authority { .. }
+                    | FromSupervisor::ReopenLogs
+                    | FromSupervisor::Placed { .. }
+                    | FromSupervisor::Leaving { .. }
+                    | FromSupervisor::Wakes { .. }
+                    | FromSupervisor::Vouch { .. }
+                    | FromSupervisor::VouchAnswer { .. },
                 ) => continue,
             };
             if self.events.blocking_send(event).is_err() {
@@ -194,29 +202,29 @@ impl Following {
         Ok(())
     }
 
-    /// Returns once the main loop has acted on it. False: it has ended.
+    /// Returns once the main loop has acted on it. False if it has ended.
     fn commit(&mut self, revision: u64, number: u64) -> bool {
         self.table.write().set_revision(revision);
         let (done, acted) = oneshot::channel();
         let kept = std::mem::take(&mut self.kept_changed).then(|| self.kept.clone());
         let gone = std::mem::take(&mut self.sites_gone);
-        if self.events.blocking_send(Event::Committed { done, kept, gone }).is_err()
+        if self.events.blocking_send(FeedEvent::Committed { done, kept, gone }).is_err()
             || acted.blocking_recv().is_err()
         {
             return false;
         }
         self.authority.commit_done(number);
-        self.up.send(Up::Ready { revision }).is_ok()
+        self.up.send(ToSupervisor::Ready { revision }).is_ok()
     }
 
-    /// All of them become visible together.
-    fn apply(&mut self, changes: Vec<Change>) -> Result<(), FeedError> {
+    /// Applies changes, which become visible together.
+    fn apply(&mut self, changes: Vec<RecordChange>) -> Result<(), FeedError> {
         let mut table = self.table.write();
         for change in changes {
             self.kept_changed |= note_kept(&mut self.kept, &change);
-            self.sites_gone |= matches!(change, Change::DropSite(_));
-            // Secrets that are of no use here are not kept.
-            if matches!(change, Change::PutTicketKeys(_)) {
+            self.sites_gone |= matches!(change, RecordChange::DropSite(_));
+            // Secrets that are useless here are not kept.
+            if matches!(change, RecordChange::PutTicketKeys(_)) {
                 continue;
             }
             table.apply(change)?;
@@ -225,46 +233,46 @@ impl Following {
     }
 }
 
-/// True: a site that always runs is one no more, or another is.
-fn note_kept(kept: &mut BTreeSet<SiteName>, change: &Change) -> bool {
+/// Returns true if the set of sites that always run has changed.
+fn note_kept(kept: &mut BTreeSet<SiteName>, change: &RecordChange) -> bool {
     match change {
-        Change::PutSite(site) => match &site.backend {
+        RecordChange::PutSite(site) => match &site.backend {
             Backend::App(app) if app.min == Some(1) => kept.insert(site.name.clone()),
             _ => kept.remove(&site.name),
         },
-        Change::DropSite(name) => kept.remove(name),
+        RecordChange::DropSite(name) => kept.remove(name),
         _ => false,
     }
 }
 
-/// Starts following, and writing what goes back, each on a thread of its own. The main loop learns of the end as `Drain` or
-/// `Broken`.
+/// Starts following, and writing back, each on a thread of its own. The main loop learns of the end
+/// as `Drain` or `Broken`.
 pub fn start(
     stream: UnixStream,
-    table: Arc<RwLock<Table>>,
-    authority: Authority,
-    events: mpsc::Sender<Event>,
+    table: Arc<RwLock<RecordIndex>>,
+    authority: PlacementLease,
+    events: mpsc::Sender<FeedEvent>,
 ) -> io::Result<()> {
     let mut back = stream.try_clone()?;
-    let (up, answers) = sync_channel::<Up>(UP_MAX);
+    let (up, answers) = sync_channel::<ToSupervisor>(UP_MAX);
     let write = move || {
-        // A feed that cannot be written to has ended; who reads it says so.
+        // A feed that cannot be written to has ended, which its reader reports.
         while let Ok(frame) = answers.recv()
             && feed::write(&mut back, &frame).is_ok()
         {}
     };
     std::thread::Builder::new().name("keeper-answers".into()).spawn(write)?;
-    let (queue, items) = sync_channel::<Item>(READ_MAX);
-    let (mut stream, of_reader) = (Receiving::new(stream), authority.clone());
+    let (queue, items) = sync_channel::<FeedItem>(READ_MAX);
+    let (mut stream, of_reader) = (FdStream::new(stream), authority.clone());
     let reading = move || {
         let end = read(&mut stream, &of_reader, &queue);
-        // Who acts on it may have ended first.
-        let _ = queue.send(Item::End(end));
+        // The acting thread may have ended first.
+        let _ = queue.send(FeedItem::End(end));
     };
     std::thread::Builder::new().name("keeper-feed".into()).spawn(reading)?;
     let follow = move || {
         let told = events.clone();
-        let mut following = Following {
+        let mut following = FeedFollower {
             authority,
             table,
             events,
@@ -274,8 +282,8 @@ pub fn start(
             sites_gone: false,
         };
         let last = match following.run(&items) {
-            Ok(()) => Event::Drain,
-            Err(error) => Event::Broken(error),
+            Ok(()) => FeedEvent::Drain,
+            Err(error) => FeedEvent::Broken(error),
         };
         // The main loop may have ended first, on a signal.
         let _ = told.blocking_send(last);
@@ -292,7 +300,7 @@ mod tests {
     fn sites_that_always_run_are_noted_as_they_come_and_go() {
         let put = |name: &str, backend: &str| {
             let text = format!(r#"{{"name":"{name}","tenant":"t","hosts":["{name}"],"backend":{backend}}}"#);
-            Change::PutSite(Box::new(serde_json::from_str(&text).unwrap()))
+            RecordChange::PutSite(Box::new(serde_json::from_str(&text).unwrap()))
         };
         let app = |min: u32| format!(r#"{{"kind":"app","command":["x"],"directory":"a","min":{min}}}"#);
         let mut kept = BTreeSet::new();
@@ -303,7 +311,7 @@ mod tests {
         note_kept(&mut kept, &put("c", &app(1)));
         assert!(note_kept(&mut kept, &put("c", r#"{"kind":"static","root":"w"}"#)));
         note_kept(&mut kept, &put("d", &app(1)));
-        assert!(note_kept(&mut kept, &Change::DropSite(SiteName::new("d").unwrap())));
+        assert!(note_kept(&mut kept, &RecordChange::DropSite(SiteName::new("d").unwrap())));
         assert!(kept.is_empty());
     }
 }

@@ -1,22 +1,27 @@
-//! The gate before PHP workers: what the edge sends to one is read here first, and goes on only if it names a script of
-//! the site that the worker serves.
+//! The gate in front of PHP workers. It reads the edge's requests first. It passes one on only if
+//! that names a script of the worker's site.
 //!
-//! A worker runs whatever file it is told to, with its tenant's rights, so the edge never holds its connection. Only names
-//! and lengths are read here; values and bodies go on as they are. Nothing promises that
-//! PHP takes no unread part of a body for the next request, so a request with a body is the last one of its connection with
-//! the worker: a new one is made.
+//! A worker runs any file that it is given, with its tenant's rights. So the edge never holds its
+//! connection. The gate reads only names and lengths; values and bodies are passed on unchanged.
+//! PHP does not promise that it never takes an unread part of a body for the next request. So a
+//! request with a body is the last one of its connection with the worker. A new connection follows.
 //!
-//! A body goes on only once the worker has read all of the opening. A worker that ends before that has got nothing it could
-//! act on, whatever the method: the edge is told so, and gives the request to another one. Who has read the opening may have
-//! acted, so the edge is told nothing and does not repeat it (RFC 9110 section 9.2.2).
-//! Invariant: `NOT_BEGUN` is sent only for a request of which the worker has not read the whole opening.
+//! A body is passed on only once the worker has read all of the opening. A worker that ends before
+//! that got nothing it could act on, whatever the method. The edge is notified, and gives the
+//! request to another one. A worker that has read the opening may have acted. So the edge is not
+//! notified and does not repeat the request (RFC 9110 section 9.2.2). Invariant: `NOT_BEGUN` is
+//! sent only for a request of which the worker has not read the whole opening.
 //!
-//! The gate has threads of its own, and asks the disk on others. Not here: starting workers (`spawn`), which site a
-//! worker serves (`process`).
+//! An edge that closes its direction while a script runs reports that the client has left. The
+//! script learns it when it writes.
+//!
+//! The gate has threads of its own, and reads the disk on others. Not here: starting workers
+//! (`spawn`), which site a worker serves (`process`).
 
 pub(crate) mod opening;
 mod scripts;
 
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -24,59 +29,70 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use bytes::{Buf, BytesMut};
+use nagaya_keeper_api::fastcgi::{self, NOT_BEGUN};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_blocking, spawn_local};
 
-use self::opening::{AnswerRecords, BodyRecords, Opening, Violation};
-use crate::fastcgi::{self, NOT_BEGUN};
-use crate::fault;
-use crate::slice;
-use crate::sys;
+use crate::{fault, sched_slice, sys};
+
+use self::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
+use self::scripts::SeenScripts;
 
 pub use scripts::{ScriptRule, SiteScripts};
 
-/// Processors for each thread, and the most threads there are.
+/// Number of CPUs for each thread, and the maximum number of threads.
 const PROCESSORS_PER_THREAD: usize = 8;
 const THREADS_MAX: usize = 4;
 
-/// Workers that may wait to be taken up by one thread.
+/// Maximum number of workers that wait for one thread.
 const ORDERS_MAX: usize = 4096;
 
-/// Threads that ask the disk, for each thread of the gate.
+/// Threads that read the disk, for each thread of the gate.
 const LOOKERS_MAX: usize = 8;
 
-/// Bytes of one request that wait to be passed on, in each direction.
+/// Maximum number of bytes of one request that wait to be passed on, in each direction.
 const BUFFER_LEN: usize = 64 << 10;
 
-/// As PHP answers for a script that is not there.
+/// Number of bytes read at once.
+const READ_LEN: usize = BUFFER_LEN / 4;
+
+thread_local! {
+    /// Buffer for reads, before the bytes have a place of their own.
+    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; READ_LEN].into());
+}
+
+/// `FCGI_GET_VALUES` for nothing (FastCGI 1.0, section 4.1).
+const ASK_VALUES: [u8; 8] = [1, 9, 0, 0, 0, 0, 0, 0];
+
+/// PHP's response for a script that is missing.
 const NO_FILE: &[u8] = b"Status: 404 Not Found\r\nContent-Type: text/plain\r\n\r\nNo input file specified.\n";
 
 /// One worker and the edge's connection with it.
-pub struct Passage {
-    /// The gate's end of the edge's connection. Not blocking.
+pub struct GatedWorker {
+    /// The gate's end of the edge's connection. Non-blocking.
     pub edge: OwnedFd,
-    /// The first connection with the worker. Not blocking.
+    /// The first connection with the worker. Non-blocking.
     pub worker: OwnedFd,
     /// The socket the worker listens on, opened as a path: it has no name any more.
     pub door: OwnedFd,
     pub rule: Arc<ScriptRule>,
-    /// As it is called in the log.
+    /// Its name in the log.
     pub whose: String,
 }
 
 /// The keeper's end.
 #[derive(Clone)]
-pub struct Gate {
-    threads: Arc<[mpsc::Sender<Passage>]>,
+pub struct ScriptGate {
+    threads: Arc<[mpsc::Sender<GatedWorker>]>,
     next: Arc<AtomicUsize>,
 }
 
-impl Gate {
-    /// Starts its threads, which end with the last of these.
+impl ScriptGate {
+    /// Starts its threads, which end with the last clone of this.
     pub fn start() -> io::Result<Self> {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let count = processors.div_ceil(PROCESSORS_PER_THREAD).min(THREADS_MAX);
@@ -85,21 +101,21 @@ impl Gate {
     }
 
     /// Passes requests on until either end is closed.
-    pub fn open(&self, passage: Passage) -> io::Result<()> {
+    pub fn open(&self, passage: GatedWorker) -> io::Result<()> {
         let number = self.next.fetch_add(1, Ordering::Relaxed) % self.threads.len();
         let busy = |_| io::Error::new(io::ErrorKind::WouldBlock, "the gate before PHP workers is busy");
         self.threads[number].try_send(passage).map_err(busy)
     }
 }
 
-fn start_thread(number: usize) -> io::Result<mpsc::Sender<Passage>> {
-    let (sender, mut incoming) = mpsc::channel::<Passage>(ORDERS_MAX);
+fn start_thread(number: usize) -> io::Result<mpsc::Sender<GatedWorker>> {
+    let (sender, mut incoming) = mpsc::channel::<GatedWorker>(ORDERS_MAX);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .max_blocking_threads(LOOKERS_MAX)
         .build()?;
     let serve = move || {
-        slice::shorten();
+        sched_slice::request_short_slice();
         LocalSet::new().block_on(&runtime, async move {
             while let Some(passage) = incoming.recv().await {
                 spawn_local(keep_open(passage));
@@ -112,21 +128,24 @@ fn start_thread(number: usize) -> io::Result<mpsc::Sender<Passage>> {
 
 /// Why a passage is closed.
 #[derive(Debug, thiserror::Error)]
-enum Closed {
+enum CloseReason {
     #[error(transparent)]
-    Refused(#[from] Violation),
+    Refused(#[from] RequestViolation),
     /// The worker ended before it had read the opening of a request, or between two of them.
     #[error("the worker has not taken a request: {0}")]
     Untaken(io::Error),
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// One end has gone, or says no more.
+    /// One end has gone, or sends no more.
     #[error("one end has gone")]
     Gone,
+    /// The edge sends no more while a request is at the worker: its client has left.
+    #[error("the client has left")]
+    HungUp,
 }
 
-async fn keep_open(passage: Passage) {
-    let Passage { edge, worker, door, rule, whose } = passage;
+async fn keep_open(passage: GatedWorker) {
+    let GatedWorker { edge, worker, door, rule, whose } = passage;
     let opened = UnixStream::from_std(edge.into()).and_then(|edge| Ok((edge, stream(worker)?)));
     let closed = match opened {
         Ok((edge, worker)) => {
@@ -137,29 +156,29 @@ async fn keep_open(passage: Passage) {
         Err(error) => error.into(),
     };
     match closed {
-        Closed::Refused(violation) => {
+        CloseReason::Refused(violation) => {
             let code = fault::GATE;
             tracing::warn!(
                 worker = whose,
                 "{code}: a request of the edge's is not passed on to PHP: {violation}"
             );
         }
-        Closed::Untaken(error) | Closed::Io(error) => {
+        CloseReason::Untaken(error) | CloseReason::Io(error) => {
             tracing::debug!(worker = whose, %error, "a PHP worker's connection has ended")
         }
-        Closed::Gone => {}
+        CloseReason::Gone | CloseReason::HungUp => {}
     }
 }
 
-/// Tells the edge that another worker may have the request, if that is so. It is also told while it asks nothing: its request
-/// may be on its way. Of an edge that does not read its answers nothing more is known.
-fn tell_not_begun(edge: &UnixStream, closed: &Closed) {
+/// Notifies the edge if another worker may have the request. This is also sent between requests,
+/// because the next one may be on its way. An edge that does not read its replies gets no notice.
+fn tell_not_begun(edge: &UnixStream, closed: &CloseReason) {
     match closed {
-        // The record may have changed, and the edge may have heard of it first.
-        Closed::Refused(_) | Closed::Untaken(_) => {
+        // The record may have changed, and the edge may have learned it first.
+        CloseReason::Refused(_) | CloseReason::Untaken(_) => {
             let _ = edge.try_write(&NOT_BEGUN);
         }
-        Closed::Io(_) | Closed::Gone => {}
+        CloseReason::Io(_) | CloseReason::Gone | CloseReason::HungUp => {}
     }
 }
 
@@ -172,22 +191,45 @@ async fn pass_requests(
     mut worker: UnixStream,
     door: &OwnedFd,
     rule: &ScriptRule,
-) -> Closed {
+) -> CloseReason {
     let mut incoming = BytesMut::new();
+    let mut seen = SeenScripts::default();
     loop {
-        match pass_request(edge, &worker, rule, &mut incoming).await {
-            Ok(Next::Kept) => {}
-            Ok(Next::Anew) => match connect(door).and_then(stream) {
+        match pass_request(edge, &worker, (rule, &mut seen), &mut incoming).await {
+            Ok(WorkerReuse::Kept) => {}
+            Ok(WorkerReuse::Anew) => match connect(door).and_then(stream) {
                 Ok(fresh) => worker = fresh,
-                Err(error) => return Closed::Untaken(error),
+                Err(error) => return CloseReason::Untaken(error),
             },
+            Err(CloseReason::HungUp) => {
+                return outlast(&worker, door).await.map_or_else(CloseReason::Io, |()| CloseReason::HungUp);
+            }
             Err(closed) => return closed,
         }
     }
 }
 
-/// What becomes of the connection with the worker.
-enum Next {
+/// Reports to the worker that its client has left, like a web server that closes its connection.
+/// The script's next write fails. PHP then ends the script, unless that has requested to continue
+/// (`ignore_user_abort`). Returns once PHP has finished the request: it takes the next connection
+/// then, and answers a query for its limits. The edge limits the wait: it ends the worker, which
+/// ends this.
+async fn outlast(worker: &UnixStream, door: &OwnedFd) -> io::Result<()> {
+    rustix::net::shutdown(worker, Shutdown::Both)?;
+    let next = connect(door).and_then(stream)?;
+    next.writable().await?;
+    next.try_write(&ASK_VALUES)?;
+    loop {
+        next.readable().await?;
+        match next.try_read(&mut [0]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            read => return read.map(drop),
+        }
+    }
+}
+
+/// Next use of the connection with the worker.
+enum WorkerReuse {
     Kept,
     Anew,
 }
@@ -195,27 +237,27 @@ enum Next {
 async fn pass_request(
     edge: &UnixStream,
     worker: &UnixStream,
-    rule: &ScriptRule,
+    (rule, seen): (&ScriptRule, &mut SeenScripts),
     incoming: &mut BytesMut,
-) -> Result<Next, Closed> {
+) -> Result<WorkerReuse, CloseReason> {
     let mut opening = read_opening(edge, worker, incoming).await?;
     let body = opening.body_len()?;
-    if !check(rule, &opening).await? {
+    if !check(rule, seen, &opening).await? {
         answer_absent(edge, BodyRecords::new(body), incoming).await?;
-        return Ok(Next::Kept);
+        return Ok(WorkerReuse::Kept);
     }
-    let next = if body > 0 { Next::Anew } else { Next::Kept };
+    let next = if body > 0 { WorkerReuse::Anew } else { WorkerReuse::Kept };
     if body > 0 {
         opening.end_connection();
     }
-    let exchange = Exchange {
+    let exchange = GateExchange {
         edge,
         worker,
         to_worker: opening.bytes,
         to_edge: BytesMut::new(),
         body: BodyRecords::new(body),
         answer: AnswerRecords::default(),
-        stage: Stage::Opening,
+        stage: RequestStage::Opening,
         is_kept: body == 0,
     };
     exchange.run(incoming).await?;
@@ -227,20 +269,20 @@ async fn read_opening(
     edge: &UnixStream,
     worker: &UnixStream,
     incoming: &mut BytesMut,
-) -> Result<Opening, Closed> {
+) -> Result<CheckedOpening, CloseReason> {
     loop {
-        if let Some(opening) = Opening::take(incoming)? {
+        if let Some(opening) = CheckedOpening::take(incoming)? {
             return Ok(opening);
         }
         tokio::select! {
             biased;
             ready = worker.ready(Interest::READABLE) => {
                 ready?;
-                // It has nothing to say now, so it has ended.
+                // It has nothing to send now, so it has ended.
                 match worker.try_read(&mut [0]) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    Err(error) => return Err(Closed::Untaken(error)),
-                    Ok(_) => return Err(Closed::Untaken(io::ErrorKind::ConnectionAborted.into())),
+                    Err(error) => return Err(CloseReason::Untaken(error)),
+                    Ok(_) => return Err(CloseReason::Untaken(io::ErrorKind::ConnectionAborted.into())),
                 }
             }
             ready = edge.ready(Interest::READABLE) => {
@@ -251,22 +293,49 @@ async fn read_opening(
     }
 }
 
-/// Reads what is there, if anything is.
-fn read_some(stream: &UnixStream, into: &mut BytesMut) -> Result<(), Closed> {
-    into.reserve(BUFFER_LEN / 4);
-    match stream.try_read_buf(into) {
-        Ok(0) => Err(Closed::Gone),
+/// Reads available bytes, at most `READ_LEN`. After a shorter read the next one waits for more,
+/// without a useless call to the kernel. Tokio's own reads do the same: one wake-up is one read.
+fn read_available(stream: &UnixStream, into: &mut BytesMut) -> io::Result<usize> {
+    SCRATCH.with_borrow_mut(|scratch| {
+        let mut short = None;
+        let full = stream.try_io(Interest::READABLE, || {
+            let read = rustix::io::read(stream, &mut scratch[..])?;
+            if read == 0 || read == scratch.len() {
+                return Ok(read);
+            }
+            short = Some(read);
+            // So that tokio takes the socket for empty.
+            Err(io::ErrorKind::WouldBlock.into())
+        });
+        let read = short.map_or(full, Ok)?;
+        into.extend_from_slice(&scratch[..read]);
+        Ok(read)
+    })
+}
+
+/// Reads available bytes, if there are any.
+fn read_some(stream: &UnixStream, into: &mut BytesMut) -> Result<(), CloseReason> {
+    match read_available(stream, into) {
+        Ok(0) => Err(CloseReason::Gone),
         Ok(_) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-/// False: the script is not there. It went just after the edge had seen it, or nobody looked.
-async fn check(rule: &ScriptRule, opening: &Opening) -> Result<bool, Closed> {
-    let none = || Violation::Script("of a site that is not there any more".into());
+/// Returns false if the script is missing. It went just after the edge had seen it, or the edge did
+/// not check.
+async fn check(
+    rule: &ScriptRule,
+    seen: &mut SeenScripts,
+    opening: &CheckedOpening,
+) -> Result<bool, CloseReason> {
+    let none = || RequestViolation::Script("of a site that is not there any more".into());
     let scripts = rule.get().ok_or_else(none)?;
     let Some(file) = scripts.check(opening)? else { return Ok(true) };
+    if seen.contains(&scripts, file) {
+        return Ok(true);
+    }
     let found = match scripts.is_beneath(file, true) {
         Err(Errno::AGAIN) => {
             let (scripts, file) = (Arc::clone(&scripts), file.to_owned());
@@ -276,20 +345,23 @@ async fn check(rule: &ScriptRule, opening: &Opening) -> Result<bool, Closed> {
         found => found,
     };
     match found {
-        Ok(true) => Ok(true),
+        Ok(true) => {
+            seen.insert(&scripts, file);
+            Ok(true)
+        }
         Err(Errno::NOENT | Errno::NOTDIR) => Ok(false),
-        Ok(false) => Err(Violation::Script(format!("{}, which is no file", file.display())).into()),
-        Err(errno) => Err(Violation::Script(format!("{} ({errno})", file.display())).into()),
+        Ok(false) => Err(RequestViolation::Script(format!("{}, which is no file", file.display())).into()),
+        Err(errno) => Err(RequestViolation::Script(format!("{} ({errno})", file.display())).into()),
     }
 }
 
-/// Answers a request for a script that is not there. The worker learns nothing of it, and serves the next one.
+/// Answers a request for a missing script. The worker does not notice it, and serves the next one.
 async fn answer_absent(
     edge: &UnixStream,
     mut body: BodyRecords,
     incoming: &mut BytesMut,
-) -> Result<(), Closed> {
-    // First the body: the edge takes an answer before that for a sign that the worker is not clean.
+) -> Result<(), CloseReason> {
+    // First the body: for the edge an earlier response means that the worker is not clean.
     discard_body(edge, &mut body, incoming).await?;
     let answer = fastcgi::whole_answer(NO_FILE);
     let mut left = &answer[..];
@@ -304,12 +376,12 @@ async fn answer_absent(
     Ok(())
 }
 
-/// Reads what still comes of a body, and throws it away.
+/// Reads the rest of a body, and discards it.
 async fn discard_body(
     edge: &UnixStream,
     body: &mut BodyRecords,
     incoming: &mut BytesMut,
-) -> Result<(), Closed> {
+) -> Result<(), CloseReason> {
     let mut nowhere = BytesMut::new();
     loop {
         body.pass(incoming, &mut nowhere)?;
@@ -322,31 +394,31 @@ async fn discard_body(
     }
 }
 
-/// How far a request has come.
+/// Progress of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// Nothing but its opening was sent, and it is not known that the worker has read all of that.
+enum RequestStage {
+    /// Only its opening was sent, and the worker may not have read all of that.
     Opening,
-    /// The worker has read the opening, or has said something.
+    /// The worker has read the opening, or has sent something.
     Begun,
 }
 
-/// One request between the two.
-struct Exchange<'a> {
+/// One request between the edge and a worker.
+struct GateExchange<'a> {
     edge: &'a UnixStream,
     worker: &'a UnixStream,
     to_worker: BytesMut,
     to_edge: BytesMut,
     body: BodyRecords,
     answer: AnswerRecords,
-    stage: Stage,
+    stage: RequestStage,
     /// The connection with the worker carries another request.
     is_kept: bool,
 }
 
-impl Exchange<'_> {
-    /// Returns when the answer has gone to the edge.
-    async fn run(mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
+impl GateExchange<'_> {
+    /// Returns when the response has gone to the edge.
+    async fn run(mut self, incoming: &mut BytesMut) -> Result<(), CloseReason> {
         loop {
             self.send_to_worker(incoming)?;
             self.send_to_edge()?;
@@ -357,7 +429,7 @@ impl Exchange<'_> {
         }
     }
 
-    fn send_to_worker(&mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
+    fn send_to_worker(&mut self, incoming: &mut BytesMut) -> Result<(), CloseReason> {
         loop {
             if self.to_worker.is_empty() && !incoming.is_empty() && self.takes_body()? {
                 self.body.pass(incoming, &mut self.to_worker)?;
@@ -368,8 +440,8 @@ impl Exchange<'_> {
             match self.worker.try_write(&self.to_worker) {
                 Ok(len) => self.to_worker.advance(len),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if self.stage == Stage::Opening => return Err(Closed::Untaken(error)),
-                // It may have answered before it left; what it said last decides.
+                Err(error) if self.stage == RequestStage::Opening => return Err(CloseReason::Untaken(error)),
+                // It may have responded before it left. Its last bytes decide.
                 Err(_) => {
                     self.to_worker.clear();
                     return Ok(());
@@ -378,26 +450,28 @@ impl Exchange<'_> {
         }
     }
 
-    /// Whether the worker may get more than the opening. If not, the kernel wakes us when it has read more of that.
-    fn takes_body(&mut self) -> Result<bool, Closed> {
-        if self.stage == Stage::Begun || self.body.is_complete() {
+    /// Whether the worker may get more than the opening. If not, the kernel wakes this task when it
+    /// has read more of that.
+    fn takes_body(&mut self) -> Result<bool, CloseReason> {
+        if self.stage == RequestStage::Begun || self.body.is_complete() {
             return Ok(true);
         }
         let look =
             || if sys::is_all_read(self.worker)? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
         match self.worker.try_io(Interest::WRITABLE, look) {
-            // A worker that closes leaves nothing in its queue either. The kernel sets the error before it empties that.
+            // A worker that closes leaves nothing in its queue either. The kernel sets the error
+            // before it empties that.
             Ok(()) => match self.worker.take_error()? {
-                Some(error) => return Err(Closed::Untaken(error)),
-                None => self.stage = Stage::Begun,
+                Some(error) => return Err(CloseReason::Untaken(error)),
+                None => self.stage = RequestStage::Begun,
             },
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error.into()),
         }
-        Ok(self.stage == Stage::Begun)
+        Ok(self.stage == RequestStage::Begun)
     }
 
-    fn send_to_edge(&mut self) -> Result<(), Closed> {
+    fn send_to_edge(&mut self) -> Result<(), CloseReason> {
         while !self.to_edge.is_empty() {
             match self.edge.try_write(&self.to_edge) {
                 Ok(len) => self.to_edge.advance(len),
@@ -408,12 +482,14 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Waits until something can be done, and reads what has come.
-    async fn wait(&mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
+    /// Waits until something can be done, and reads new bytes.
+    async fn wait(&mut self, incoming: &mut BytesMut) -> Result<(), CloseReason> {
         let has_room = self.to_worker.is_empty() && incoming.len() < BUFFER_LEN;
         let wants_body = has_room && !self.body.is_complete();
-        let of_edge = interest(wants_body, !self.to_edge.is_empty());
-        let is_held = self.stage == Stage::Opening && !incoming.is_empty();
+        // It has sent all of this request, and sends no more if its client leaves.
+        let awaits_end = self.body.is_complete() && incoming.is_empty();
+        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty());
+        let is_held = self.stage == RequestStage::Opening && !incoming.is_empty();
         let has_more = !self.to_worker.is_empty() || is_held;
         let of_worker = interest(self.to_edge.len() < BUFFER_LEN, has_more);
         let ready_of = async |stream: &UnixStream, interest: Option<Interest>| match interest {
@@ -428,47 +504,54 @@ impl Exchange<'_> {
                 }
             }
             ready = ready_of(self.edge, of_edge) => {
-                if ready?.is_readable() && wants_body {
-                    read_some(self.edge, incoming)?;
+                if ready?.is_readable() && (wants_body || awaits_end) {
+                    match read_some(self.edge, incoming) {
+                        Err(CloseReason::Gone) if awaits_end && self.to_worker.is_empty() => {
+                            return Err(CloseReason::HungUp);
+                        }
+                        read => read?,
+                    }
                 }
             }
         }
         Ok(())
     }
 
-    fn read_answer(&mut self) -> Result<(), Closed> {
+    fn read_answer(&mut self) -> Result<(), CloseReason> {
         let before = self.to_edge.len();
-        self.to_edge.reserve(BUFFER_LEN / 4);
-        match self.worker.try_read_buf(&mut self.to_edge) {
+        match read_available(self.worker, &mut self.to_edge) {
             // It can have read no more than was sent.
-            Ok(0) if !self.to_worker.is_empty() && self.stage == Stage::Opening => {
-                Err(Closed::Untaken(io::ErrorKind::UnexpectedEof.into()))
+            Ok(0) if !self.to_worker.is_empty() && self.stage == RequestStage::Opening => {
+                Err(CloseReason::Untaken(io::ErrorKind::UnexpectedEof.into()))
             }
-            Ok(0) => Err(Closed::Gone),
+            Ok(0) => Err(CloseReason::Gone),
             Ok(_) => {
-                self.stage = Stage::Begun;
+                self.stage = RequestStage::Begun;
                 self.answer.look(&self.to_edge[before..]);
                 Ok(())
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
-            // Linux says so if the other end was closed with unread bytes in it: it had not begun.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset && self.stage == Stage::Opening => {
-                Err(Closed::Untaken(error))
+            // Linux reports this if the other end was closed with unread bytes in it: it had not
+            // begun.
+            Err(error)
+                if error.kind() == io::ErrorKind::ConnectionReset && self.stage == RequestStage::Opening =>
+            {
+                Err(CloseReason::Untaken(error))
             }
             Err(error) => Err(error.into()),
         }
     }
 
-    /// The worker wants no more of the body: what still comes of it is thrown away.
-    async fn drain(mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
+    /// Discards the rest of the body, because the worker wants no more of it.
+    async fn drain(mut self, incoming: &mut BytesMut) -> Result<(), CloseReason> {
         if self.is_kept && !self.to_worker.is_empty() {
-            return Err(Closed::Gone);
+            return Err(CloseReason::Gone);
         }
         discard_body(self.edge, &mut self.body, incoming).await
     }
 }
 
-/// `None`: of nothing.
+/// Returns `None` for neither.
 fn interest(reads: bool, writes: bool) -> Option<Interest> {
     match (reads, writes) {
         (true, true) => Some(Interest::READABLE | Interest::WRITABLE),
@@ -478,7 +561,7 @@ fn interest(reads: bool, writes: bool) -> Option<Interest> {
     }
 }
 
-/// Connects to a Unix socket that is open as a path, whether or not it has a name. Not blocking.
+/// Connects to a Unix socket that is open as a path, whether or not it has a name. Non-blocking.
 pub fn connect(door: &OwnedFd) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

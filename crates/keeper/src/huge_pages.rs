@@ -1,9 +1,11 @@
-//! The pages in which programs of this machine get their memory: larger ones are filled with fewer faults, and to fill memory is
-//! most of what bringing an instance back from its image takes. Not every application gains (decision 0020).
+//! The pages in which programs of this machine get their memory: larger ones are filled with fewer
+//! faults, and to fill memory is most of what bringing an instance back from its image takes. Not
+//! every application gains (decision 0024).
 //!
-//! It is a switch of the whole machine (multi-size THP, `Documentation/admin-guide/mm/transhuge.rst`, Linux 6.8): a process
-//! can only be taken out of it, and CRIU does not ask for larger pages itself. So it is set where the configuration says so,
-//! and nobody takes it back. Not here: what the machine has (`nagaya doctor`).
+//! It is a switch of the whole machine (multi-size THP,
+//! `Documentation/admin-guide/mm/transhuge.rst`, Linux 6.8): a process can only be taken out of it,
+//! and CRIU does not ask for larger pages itself. So it is set where the configuration says so, and
+//! nobody takes it back. Not here: what the machine has (`nagaya doctor`).
 
 use std::fs;
 use std::io;
@@ -16,12 +18,13 @@ use crate::options::HugePages;
 /// The kernel does not give larger pages.
 pub const HUGE_PAGES: Code = Code(327);
 
-/// Of this one size: what is smaller gains less, and 2 MiB cost memory, and time where a host takes free ones back.
+/// Switch of this one size. Smaller pages gain less. 2 MiB cost memory, and time where a host takes
+/// free ones back.
 pub const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/enabled";
 
 const ALWAYS: &str = "always";
 
-/// Sets the switch, if that is wanted. What goes wrong is said, and everything works without it.
+/// Sets the switch, if wanted. A failure is logged, and everything works without it.
 pub fn apply(wanted: HugePages) {
     if wanted == HugePages::AsIs {
         return;
@@ -35,7 +38,7 @@ pub fn apply(wanted: HugePages) {
     }
 }
 
-/// Whether it had to be changed.
+/// Sets the switch. Returns whether it had to be changed.
 fn set(switch: &Path) -> io::Result<bool> {
     if is_always(&fs::read_to_string(switch)?) {
         return Ok(false);
@@ -44,7 +47,8 @@ fn set(switch: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether all programs get them. The kernel writes all that can be, and what is in brackets: `always inherit madvise [never]`.
+/// Whether all programs get them. The kernel lists all values, with the present one in brackets:
+/// `always inherit madvise [never]`.
 pub fn is_always(text: &str) -> bool {
     text.split_whitespace().any(|word| word.strip_prefix('[') == Some("always]"))
 }
@@ -54,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_brackets_holds() {
+    fn bracketed_word_is_the_setting_that_holds() {
         assert!(is_always("[always] inherit madvise never\n"));
         for other in ["always inherit madvise [never]\n", "always [inherit] madvise never", ""] {
             assert!(!is_always(other), "{other}");

@@ -1,22 +1,15 @@
 //! The privileged half of nagaya: starts tenants' processes, opens their files and certificates.
 //!
-//! It speaks a closed set of verbs (`protocol`) over a Unix seqpacket socket and treats whoever is at the
-//! other end as hostile: ids and names, never paths from outside. Not here: HTTP; that is `edge`.
+//! It speaks a closed set of verbs (`keeper_api::protocol`) over a Unix seqpacket socket. It treats
+//! the other end as hostile: ids and names, never paths from outside. Not here: HTTP (`edge`), the
+//! messages and the edge's client (`keeper-api`).
 //!
-//! `run` is the keeper's process, `client` what the edge asks it with.
+//! `run` is the keeper's process.
 
-pub mod client;
-pub mod codec;
-pub mod fastcgi;
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod huge_pages;
 pub mod image;
-pub mod protocol;
-pub mod roll;
 pub mod sandbox;
-pub mod tally;
-pub mod variables;
 pub mod version;
 
 mod authority;
@@ -24,35 +17,37 @@ mod bases;
 mod cells;
 mod cgi;
 mod confinement;
+mod connection;
+mod context;
 mod enclosure;
-mod engine;
 mod fault;
+mod fd_stream;
 mod feed;
 mod gate;
+mod huge_pages;
 mod instances;
 mod log;
+mod mail;
 mod metrics;
-mod mount_list;
 mod netlink;
 mod options;
-mod passed;
+mod paths;
 mod process;
 mod relay;
 mod root_mounts;
-mod roots;
+mod sched_slice;
 mod server;
 mod server_socket;
-mod slice;
 mod spawn;
 mod sys;
-mod tenant_path;
+mod verbs;
 mod workers;
 
-pub use cells::GIVE_WAY_FOR;
-pub use confinement::TENANTS_MAX;
 pub use enclosure::try_enclosure;
+pub use huge_pages::{SWITCH as HUGE_PAGES_SWITCH, is_always as are_huge_pages_always};
 pub use instances::unix_diag;
 pub use options::{
-    BackEnd, HugePages, IdleOptions, InstanceOptions, Options, ProgramCalls, ProgramNetwork, ProgramOptions,
+    CellMechanism, HugePages, IdleOptions, InstanceOptions, KeeperConfig, ProgramCalls, ProgramNetwork,
+    ProgramOptions,
 };
-pub use server::{Start, run};
+pub use server::{KeeperStart, run};

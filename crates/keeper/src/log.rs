@@ -1,8 +1,9 @@
-//! What tenants' programs write to their standard error, and applications to their output too: lines, within bounds, in the
-//! keeper's log, and of applications in a log of their own.
+//! Lines that tenants' programs write to their standard error, and applications to their output,
+//! too. They go, within limits, to the keeper's log, and lines of applications to a log of their
+//! own.
 //!
-//! A program that writes too much is slowed down, and nobody else: what it writes is then only counted, and read with pauses.
-//! Not here: where the keeper's log goes; the binary sets that up.
+//! Only a program that writes too much is slowed down: its lines are then only counted, and read
+//! with pauses. Not here: the destination of the keeper's log, which the binary sets up.
 
 mod files;
 mod journal;
@@ -21,37 +22,40 @@ use tokio::net::unix::pipe::Receiver;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-pub use files::{Bounds, Owner};
-pub use journal::Journal;
-use lines::Lines;
-use meter::{Meter, Paid};
-pub use writer::Writer;
+use lines::LineSplitter;
+use meter::{LogMeter, MeterResult};
 
-/// Bytes of one read. What is in them is dealt with before anything else happens in the keeper: a millisecond at most.
+pub use files::{LogBounds, LogOwner};
+pub use journal::SiteLog;
+pub use writer::LogWriter;
+
+/// Number of bytes of one read. They are processed before anything else happens in the keeper: a
+/// millisecond at most.
 const READ_LEN: usize = 8 * 1024;
 
-/// The same where lines are only counted: all that a pipe holds.
+/// The same where lines are only counted: the capacity of a pipe.
 const READ_LEN_MAX: usize = 64 * 1024;
 
-/// Pause after each of these. So one that writes as fast as it can costs the keeper less than a hundredth of a processor.
+/// Pause after each of these. So a program that writes as fast as it can costs the keeper less than
+/// a hundredth of a CPU.
 const DROPPING_PAUSE: Duration = Duration::from_millis(5);
 
 thread_local! {
-    /// For all programs: between two reads nothing is in it.
+    /// For all programs: between two reads it is empty.
     static BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_LEN_MAX]);
 }
 
-/// How much of a program's output is in the keeper's log.
+/// Limit of a program's output in the keeper's log.
 #[derive(Debug, Clone, Copy)]
-pub struct Budget {
+pub struct LogBudget {
     /// Bytes, once or per `meter::RENEWED_AFTER`.
     pub bytes_max: usize,
     /// The program is kept, and its budget renewed.
     pub refills: bool,
 }
 
-/// Logs all lines until every writer is gone. What is beyond the budget is read and dropped.
-pub async fn follow(log: OwnedFd, who: String, budget: Budget, journal: Option<Rc<Journal>>) {
+/// Logs all lines until every writer is gone. Output beyond the budget is read and dropped.
+pub async fn follow(log: OwnedFd, who: String, budget: LogBudget, journal: Option<Rc<SiteLog>>) {
     let from = match Receiver::from_owned_fd(log) {
         Ok(from) => from,
         Err(error) => {
@@ -62,12 +66,12 @@ pub async fn follow(log: OwnedFd, who: String, budget: Budget, journal: Option<R
     if let Some(journal) = &journal {
         journal.recall().await;
     }
-    let mut output = Output::new(who, budget, journal);
+    let mut output = ProgramOutput::new(who, budget, journal);
     while from.readable().await.is_ok() {
         match output.read(&from) {
             Ok(0) => break,
             Ok(_) if output.is_dropping(Instant::now()) => sleep(DROPPING_PAUSE).await,
-            // It may have more at once; others' turn is before that.
+            // It may have more at once, but others' turn comes first.
             Ok(_) => yield_now().await,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(_) => break,
@@ -76,19 +80,19 @@ pub async fn follow(log: OwnedFd, who: String, budget: Budget, journal: Option<R
     output.end(Instant::now());
 }
 
-/// One program's.
-struct Output {
+/// The output of one program.
+struct ProgramOutput {
     who: String,
-    lines: Lines,
-    budget: Budget,
-    meter: Meter,
-    journal: Option<Rc<Journal>>,
+    lines: LineSplitter,
+    budget: LogBudget,
+    meter: LogMeter,
+    journal: Option<Rc<SiteLog>>,
 }
 
-impl Output {
-    fn new(who: String, budget: Budget, journal: Option<Rc<Journal>>) -> Self {
-        let meter = Meter::new(budget.bytes_max, Instant::now());
-        Self { who, lines: Lines::default(), budget, meter, journal }
+impl ProgramOutput {
+    fn new(who: String, budget: LogBudget, journal: Option<Rc<SiteLog>>) -> Self {
+        let meter = LogMeter::new(budget.bytes_max, Instant::now());
+        Self { who, lines: LineSplitter::default(), budget, meter, journal }
     }
 
     fn read(&mut self, from: &Receiver) -> io::Result<usize> {
@@ -101,7 +105,7 @@ impl Output {
         })
     }
 
-    /// Nobody wants what comes next.
+    /// Whether the next lines are dropped.
     fn is_dropping(&self, now: Instant) -> bool {
         let is_spent = self.meter.is_spent() && !self.is_renewed(now);
         is_spent && self.journal.as_ref().is_none_or(|journal| journal.is_spent(now))
@@ -151,25 +155,25 @@ impl Output {
     }
 }
 
-fn emit(who: &str, line: &str, meter: &mut Meter, journal: Option<&Journal>, now: Instant) {
-    // An empty line costs a byte too: a program that writes nothing else is bounded as well.
+fn emit(who: &str, line: &str, meter: &mut LogMeter, journal: Option<&SiteLog>, now: Instant) {
+    // An empty line costs a byte, too: a program that writes nothing else is limited as well.
     match meter.pay(line.len() + 1) {
-        Paid::Yes => tracing::info!(target: "nagaya::program", program = who, "{line}"),
-        Paid::NoMore => {
+        MeterResult::Yes => tracing::info!(target: "nagaya::program", program = who, "{line}"),
+        MeterResult::NoMore => {
             tracing::warn!(
                 target: "nagaya::program",
                 program = who,
                 "it writes too much; further lines are suppressed"
             );
         }
-        Paid::No => {}
+        MeterResult::No => {}
     }
     if let Some(journal) = journal {
         journal.add(line, now);
     }
 }
 
-/// Control characters are escaped: a program must not be able to fake a line of another, or of nagaya.
+/// Escapes control characters, so that a program cannot fake a line of another, or of nagaya.
 fn printable(text: &[u8]) -> String {
     let mut line = String::with_capacity(text.len());
     for c in String::from_utf8_lossy(text).chars() {
@@ -192,8 +196,8 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_wants_is_only_counted_until_the_budget_is_renewed() {
-        let mut output = Output::new("x".into(), Budget { bytes_max: 4, refills: true }, None);
+    fn lines_over_the_budget_are_only_counted_until_renewal() {
+        let mut output = ProgramOutput::new("x".into(), LogBudget { bytes_max: 4, refills: true }, None);
         let now = Instant::now();
         output.take(b"a\nb\n", now);
         assert!(!output.is_dropping(now));
@@ -205,7 +209,7 @@ mod tests {
         // The end of a line that was dropped is none.
         output.take(b"f\ng\n", later);
         assert_eq!((output.meter.take_dropped(), output.is_dropping(later)), (1, false));
-        let once = Output::new("x".into(), Budget { bytes_max: 0, refills: false }, None);
+        let once = ProgramOutput::new("x".into(), LogBudget { bytes_max: 0, refills: false }, None);
         assert!(!once.is_renewed(later));
     }
 }

@@ -1,24 +1,24 @@
 //! The keeper's metrics, all declared here.
 //!
-//! Not here: counting and text (`telemetry`), the numbers of `nagaya status` (`engine`).
+//! Not here: counting and text (`telemetry`), the numbers of `nagaya status` (`verbs`).
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
-use nagaya_cmdb::instance::{Stage, Tier};
-use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
+use nagaya_records::instance::{Tier, WakeStage};
+use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, Registry};
 
-use crate::cells::{Cells, Numbers};
-use crate::instances::{Instances, Whose, of_node};
+use crate::cells::{CellCounts, KeeperCells};
+use crate::mail::MailTallies;
 
 /// In the order of `process::KINDS`.
-const KIND: Dimension = Dimension { label: "kind", values: &["cgi", "php", "app"] };
+const KIND: LabelDimension = LabelDimension { label: "kind", values: &["cgi", "php", "app"] };
 
-const LEAF: Dimension = Dimension { label: "leaf", values: &["made", "reused"] };
+const LEAF: LabelDimension = LabelDimension { label: "leaf", values: &["made", "reused"] };
 
 /// `Tier::ALL` in their order.
-const TIER: Dimension =
-    Dimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
+const TIER: LabelDimension =
+    LabelDimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
 
 /// How a wake ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,14 +30,14 @@ pub enum WakeEnd {
 }
 
 /// In the order of `WakeEnd`.
-const WAKE_END: Dimension = Dimension { label: "end", values: &["woke", "fell_back", "failed"] };
+const WAKE_END: LabelDimension = LabelDimension { label: "end", values: &["woke", "fell_back", "failed"] };
 
 /// `Stage::ALL` in their order.
-const STAGE: Dimension = Dimension {
+const STAGE: LabelDimension = LabelDimension {
     label: "stage",
     values: &["decide", "queue", "thaw", "sandbox", "restore", "boot", "ready", "image", "connect"],
 };
-const _: () = assert!(STAGE.values.len() == Stage::ALL.len() && TIER.values.len() == Tier::ALL.len());
+const _: () = assert!(STAGE.values.len() == WakeStage::ALL.len() && TIER.values.len() == Tier::ALL.len());
 
 /// Upper bounds in microseconds: from a thawed process to the slowest start.
 const WAKE_BOUNDS_US: &[u64] = &[
@@ -61,57 +61,72 @@ const WAKE_BOUNDS_US: &[u64] = &[
     300_000_000,
 ];
 
-/// What became of an image.
+/// Event of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImageEvent {
     Taken,
     NotTaken,
     Quarantined,
-    /// Asked for by an edge without an order of a supervisor.
+    /// Requested by an edge without an order of a supervisor.
     NotOrdered,
 }
 
 /// In the order of `ImageEvent`.
-const IMAGE: Dimension =
-    Dimension { label: "event", values: &["taken", "not_taken", "quarantined", "not_ordered"] };
+const IMAGE: LabelDimension =
+    LabelDimension { label: "event", values: &["taken", "not_taken", "quarantined", "not_ordered"] };
 
-/// What became of a line for the log of an instance.
+/// Result for a line of an instance's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogLine {
     Written,
     /// There were too many.
     Dropped,
-    /// The disk did not take it.
+    /// The disk did not accept it.
     Lost,
 }
 
 /// In the order of `LogLine`.
-const LOG_LINE: Dimension = Dimension { label: "result", values: &["written", "dropped", "lost"] };
+const LOG_LINE: LabelDimension = LabelDimension { label: "result", values: &["written", "dropped", "lost"] };
+
+/// Figures of instances, counted when the metrics are read.
+#[derive(Debug, Clone, Copy)]
+pub struct InstanceFigures {
+    pub can_use_images: bool,
+    /// Instances at each tier, by `Tier::ALL`.
+    pub at_tier: [usize; Tier::ALL.len()],
+    /// Instances that wait for their turn to wake.
+    pub waiting: usize,
+    /// Time to come back from each tier. `None` if it was not measured.
+    pub returns: [Option<Duration>; Tier::ALL.len()],
+    /// Memory of an instance at each tier. `None` if it was not counted.
+    pub held_bytes: [Option<u64>; Tier::ALL.len()],
+}
 
 #[derive(Clone)]
-pub struct Metrics {
+pub struct KeeperMetrics {
     registry: Arc<Registry>,
-    pub started: Counters<1>,
-    pub failed: Counters<1>,
+    pub started: CounterFamily<1>,
+    pub failed: CounterFamily<1>,
     pub processes: Gauge,
     pub connections: Gauge,
     pub enters: Counter,
     pub moves: Counter,
     pub demotions: Counter,
     pub boosts: Counter,
-    pub wakes: Counters<2>,
+    pub wakes: CounterFamily<2>,
     pub wake_stages: Histogram,
-    pub images: Counters<1>,
-    pub log_lines: Counters<1>,
+    pub images: CounterFamily<1>,
+    pub log_lines: CounterFamily<1>,
     /// Microseconds.
-    pub database_time: Counters<0>,
+    pub database_time: CounterFamily<0>,
     pub database_queries: Counter,
+    pub mail: Arc<MailTallies>,
     instances: [Gauge; Tier::ALL.len()],
     waiting_wakes: Gauge,
     images_usable: Gauge,
     returns: [Gauge; Tier::ALL.len()],
     held: [Gauge; Tier::ALL.len()],
-    leaves: Counters<1>,
+    leaves: CounterFamily<1>,
     limit_failures: Counter,
     orphans: Counter,
     tenants: Gauge,
@@ -122,7 +137,7 @@ pub struct Metrics {
     free: Gauge,
 }
 
-impl Metrics {
+impl KeeperMetrics {
     pub fn new() -> Self {
         let mut registry = Registry::new();
         let r = &mut registry;
@@ -149,7 +164,7 @@ impl Metrics {
                 STAGE,
                 WAKE_BOUNDS_US,
             ),
-            images: r.counters("keeper_images", "Images of instances, by what became of them", [IMAGE]),
+            images: r.counters("keeper_images", "Images of instances, by result", [IMAGE]),
             log_lines: log_lines(r),
             database_time: r.time_counters(
                 "instance_database",
@@ -158,6 +173,7 @@ impl Metrics {
             ),
             database_queries: r
                 .counter("instance_database_queries", "Questions of applications that databases answered"),
+            mail: Arc::default(),
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),
@@ -177,31 +193,31 @@ impl Metrics {
             ),
             limit_failures: r.counter(
                 "keeper_cell_limit_failures",
-                "Times a limit could not be set as it was asked for; `nagaya cells` says which",
+                "Times that a limit could not be set as requested; `nagaya cells` shows which",
             ),
             orphans: r.counter("keeper_cell_orphans", "Directories of dead keepers removed at the start"),
             tenants: r.gauge("keeper_tenant_cells", "Tenants that have a cell now"),
             sites: r.gauge("keeper_site_cells", "Sites that have a cell now"),
             named: r.gauge("keeper_named_cells", "Named cells"),
             giving_way: r
-                .gauge("keeper_tenants_giving_way", "Tenants that give way to others on the processor"),
+                .gauge("keeper_tenants_giving_way", "Tenants whose CPU priority is lowered"),
             requests: r.gauge("keeper_request_cells", "Cells of requests, idle workers and applications"),
             free: r.gauge("keeper_free_cells", "Cells that wait for the next request"),
             registry: Arc::new(registry),
         }
     }
 
-    /// The text, with what cells count themselves as it is now.
-    pub fn encode(&self, cells: &Cells, instances: &Instances) -> String {
-        self.images_usable.set(i64::from(instances.can_use_images()));
-        let (tiers, waiting) = instances.numbers();
+    /// Returns the text, with the present counts of cells and instances.
+    pub fn encode(&self, cells: &KeeperCells, instances: &InstanceFigures) -> String {
+        self.images_usable.set(i64::from(instances.can_use_images));
+        let (tiers, waiting) = (instances.at_tier, instances.waiting);
         for (gauge, number) in
             self.instances.iter().chain([&self.waiting_wakes]).zip(tiers.into_iter().chain([waiting]))
         {
             gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
         }
         self.set_costs(instances);
-        let Numbers { tenants, sites, named, giving_way, requests, free, made, reused } = cells.numbers();
+        let CellCounts { tenants, sites, named, giving_way, requests, free, made, reused } = cells.numbers();
         for (gauge, number) in [
             (&self.tenants, tenants),
             (&self.sites, sites),
@@ -218,23 +234,23 @@ impl Metrics {
         for (counter, now) in [(&self.limit_failures, cells.complaints()), (&self.orphans, cells.orphans())] {
             counter.add(now.saturating_sub(counter.get()));
         }
-        self.registry.encode()
+        // The metrics page combines those of one process.
+        self.registry.encode() + &self.mail.text()
     }
 
-    fn set_costs(&self, instances: &Instances) {
-        let (known, now) = (of_node(instances.costs()), Instant::now());
-        let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-        for ((tier, returns), held) in Tier::ALL.into_iter().zip(&self.returns).zip(&self.held) {
-            let back = Some(known.returns(tier, now)).filter(|back| back.whose != Whose::Assumed);
-            let micros = back.map_or(0, |back| i64::try_from(back.value.as_micros()).unwrap_or(i64::MAX));
-            returns.set(micros);
-            held.set(known.holds(tier, now).map_or(0, |held| whole(held.value)));
+    fn set_costs(&self, instances: &InstanceFigures) {
+        for (gauge, returns) in self.returns.iter().zip(instances.returns) {
+            let micros = returns.map_or(0, |took| i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
+            gauge.set(micros);
+        }
+        for (gauge, bytes) in self.held.iter().zip(instances.held_bytes) {
+            gauge.set(bytes.map_or(0, |bytes| i64::try_from(bytes).unwrap_or(i64::MAX)));
         }
     }
 }
 
-fn log_lines(r: &mut Registry) -> Counters<1> {
-    r.counters("instance_log_lines", "Lines for the logs of instances, by what became of them", [LOG_LINE])
+fn log_lines(r: &mut Registry) -> CounterFamily<1> {
+    r.counters("instance_log_lines", "Lines for the logs of instances, by result", [LOG_LINE])
 }
 
 fn returns(r: &mut Registry) -> [Gauge; Tier::ALL.len()] {

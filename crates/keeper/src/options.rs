@@ -1,100 +1,149 @@
 //! The keeper's settings, as the supervisor sends them in the first frame of the feed.
 //!
-//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site (`cmdb::record`).
+//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site
+//! (`records::record`).
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use nagaya_cmdb::check::IdPolicy;
-pub use nagaya_cmdb::record::ProgramNetwork;
+use nagaya_records::check::IdPolicy;
 use serde::{Deserialize, Serialize};
 
 use crate::image::ClusterKey;
 
-/// Node-wide settings. Times are milliseconds. `runtime_dir`, the edge's uid, `back_end` and `node` hold for the life of
-/// the process; the others follow a changed configuration at once.
+pub use nagaya_records::record::ProgramNetwork;
+
+/// Node-wide settings. Times are milliseconds. `runtime_dir`, the edge's uid, `back_end` and `node`
+/// hold for the life of the process. The others follow a changed configuration at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
-    /// Sockets of PHP workers and applications are made beneath it. Tenants must be able to traverse it.
+pub struct KeeperConfig {
+    /// Directory of the sockets of PHP workers and applications. Tenants must be able to traverse
+    /// it.
     pub runtime_dir: PathBuf,
-    /// Directory of `<name>.pem` files, each a chain and its key. None: no name has a certificate.
+    /// Directory of `<name>.pem` files, each a chain and its key. `None`: no name has a
+    /// certificate.
     pub certificates: Option<PathBuf>,
-    /// Which tenants may be served. Only the edge's uid and root may connect.
+    /// Tenants that may be served. Only the edge's uid and root may connect.
     pub ids: IdPolicy,
     pub php_cgi: PathBuf,
-    /// PHP workers one tenant may have at once, where its record gives no number.
+    /// Maximum number of PHP workers of one tenant, where its record gives no number.
     pub php_workers_per_tenant: u32,
-    /// CGI programs one tenant may have running at once.
+    /// Maximum number of running CGI programs of one tenant.
     pub cgi_per_tenant_max: u32,
-    /// Processes of all kinds the keeper starts at once; beyond it, it answers that it is busy.
+    /// Maximum number of processes of all kinds that the keeper starts. Beyond it, it replies that
+    /// it is busy.
     pub processes_max: u32,
-    /// Largest number of open files of a started program (`RLIMIT_NOFILE`).
+    /// Maximum number of open files of a started program (`RLIMIT_NOFILE`).
     pub open_files_max: u64,
-    /// How long an application may take until it listens, where its site's record gives no number.
+    /// Maximum time until an application listens, where its site's record gives no number.
     pub app_start_ms: u64,
     /// Bytes of standard error logged for one program, and per minute for one that is kept.
     pub stderr_bytes_max: u32,
-    /// Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb reaches.
+    /// Maximum number of processes and threads of one tenant, where its record gives no number. It
+    /// stops a fork bomb.
     pub processes_per_tenant: u32,
-    pub back_end: BackEnd,
-    /// So many times the limit of a site's record its application may have for a request, where the record does not say how far.
+    pub back_end: CellMechanism,
+    /// Factor on the limit of a site's record, up to which its application may be boosted for a
+    /// request. Used where the record gives no limit for that.
     pub raise_max: u32,
     pub instances: InstanceOptions,
     pub programs: ProgramOptions,
-    /// This node's name in its cluster. None: it is alone, and runs every site's application.
+    pub mail: MailOptions,
+    /// This node's name in its cluster. `None` without a cluster: it runs every site's application.
     pub node: Option<String>,
-    /// `host:port` of each endpoint of the cluster's etcd: no tenant gets there. Empty: there is none.
+    /// `host:port` of each endpoint of the cluster's etcd: no tenant reaches it. Empty if there is
+    /// none.
     pub etcd: Vec<String>,
 }
 
-/// Instances of applications: how they rest, and what their images may take.
+/// Instances of applications: how they rest, and the limits of their images.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InstanceOptions {
-    /// Images are kept beneath it. Holds for the life of the process.
+    /// Directory of images. Holds for the life of the process.
     pub images: PathBuf,
-    /// The CRIU program. None: the first that works, as `nagaya doctor` says.
+    /// The CRIU program. `None`: the first that works, as `nagaya doctor` says.
     pub criu: Option<PathBuf>,
-    /// All images together, in bytes. Beyond it the one that was used longest ago goes.
+    /// Maximum size of all images together, in bytes. Beyond it the least recently used one is
+    /// removed.
     pub image_bytes_max: u64,
-    /// An image that was not used for so long goes.
+    /// An image that was not used for this time is removed.
     pub image_age_max_ms: u64,
-    /// Images from and to other nodes, all together, bytes per second. 0: as fast as they go.
+    /// Maximum rate of images from and to other nodes, all together, bytes per second. 0: no limit.
     pub image_bandwidth: u64,
-    /// Keys of this node's cluster that sign orders to move images and seal these, the newest first. Empty: no image leaves this
-    /// node or comes to it.
+    /// Keys of this node's cluster that sign orders to move images and seal these, the newest
+    /// first. Empty: no image leaves this node or comes to it.
     pub image_keys: Vec<ClusterKey>,
-    /// One file of an instance's log, in bytes.
+    /// Maximum size of one file of an instance's log, in bytes.
     pub log_bytes_max: u64,
-    /// Files of an instance's log, with the one that is written to. 0: none, and what it wrote ends with the keeper.
+    /// Maximum number of files of an instance's log, with the one that is written to. 0: none, and
+    /// its lines end with the keeper.
     pub log_files_max: u32,
-    /// Restores and starts at once; the rest wait in order. 0: one per core.
+    /// Maximum number of restores and starts at once; the rest wait in order. 0: one per core.
     pub wakes_at_once: u32,
     pub huge_pages: HugePages,
     pub idle: IdleOptions,
 }
 
-/// What CGI programs and PHP workers reach. Holds for those that are started after a change.
+/// Access of CGI programs and PHP workers to the network and kernel. Holds for those that are
+/// started after a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ProgramOptions {
-    /// Of tenants whose record says nothing.
+    /// For tenants whose record sets nothing.
     pub network: ProgramNetwork,
     /// Ports of services on the node's loopback that all tenants may use.
     pub local_ports: Vec<u16>,
-    /// Ports on which this node serves sites: a site's program may ask its own site.
-    pub own_ports: Vec<u16>,
+    /// Addresses where this node listens for the public: a site's program may connect to its own
+    /// site.
+    pub own_addresses: Vec<SocketAddr>,
     pub system_calls: ProgramCalls,
 }
 
-/// What CGI programs and PHP workers may ask of the kernel.
+/// Mail that tenants' programs send.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MailOptions {
+    /// Whether there is a relay.
+    pub relay: bool,
+    /// The server that accepts it, by SMTP.
+    pub server: SocketAddr,
+    /// Maximum number of recipients of a tenant within an hour, where its record gives no number.
+    /// 0: none.
+    pub recipients_per_hour: u32,
+    /// Maximum number of recipients of one message.
+    pub recipients_max: u32,
+    /// Maximum size of one message, bytes.
+    pub bytes_max: u64,
+    /// Maximum bytes of messages of a tenant within an hour.
+    pub bytes_per_hour: u64,
+    /// Maximum number of messages of a tenant under way.
+    pub at_once: u32,
+}
+
+impl Default for MailOptions {
+    fn default() -> Self {
+        Self {
+            relay: true,
+            server: SocketAddr::from(([127, 0, 0, 1], 25)),
+            recipients_per_hour: 200,
+            recipients_max: 50,
+            bytes_max: 25 << 20,
+            bytes_per_hour: 1 << 30,
+            at_once: 4,
+        }
+    }
+}
+
+/// System calls that CGI programs and PHP workers may make.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProgramCalls {
-    /// What is on a list.
+    /// Those on a list.
     #[default]
     Filtered,
-    /// All that their rights let them.
+    /// All that their rights allow.
     All,
 }
 
@@ -106,13 +155,13 @@ impl Default for ProgramOptions {
         Self {
             network: ProgramNetwork::Own,
             local_ports: LOCAL_PORTS.to_vec(),
-            own_ports: Vec::new(),
+            own_addresses: Vec::new(),
             system_calls: ProgramCalls::Filtered,
         }
     }
 }
 
-/// Whether the keeper sets in which pages all programs of the machine get their memory.
+/// Whether the keeper sets the page size of the memory of all the machine's programs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HugePages {
     #[default]
@@ -122,7 +171,8 @@ pub enum HugePages {
     Of64KiB,
 }
 
-/// How long after its last request an instance goes down to each tier, where its site's record does not say.
+/// Time after its last request at which an instance goes down to each tier. Used where its site's
+/// record does not set it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct IdleOptions {
@@ -130,14 +180,15 @@ pub struct IdleOptions {
     pub frozen_ms: u64,
     pub reclaimed_ms: u64,
     pub image_ms: u64,
-    /// Of one that has no image: until its processes end.
+    /// For an instance without an image: time until its processes end.
     pub cold_ms: u64,
 }
 
-/// What cells are made of: what limits a process tree, and keeps it together so that it can be ended as one.
+/// Mechanism of cells: it limits a process tree, and keeps it together so that it can be ended as
+/// one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum BackEnd {
+pub enum CellMechanism {
     /// The first that works, in the order of this list.
     #[default]
     Auto,
@@ -147,7 +198,7 @@ pub enum BackEnd {
     ProcessGroup,
 }
 
-impl Default for Options {
+impl Default for KeeperConfig {
     fn default() -> Self {
         Self {
             runtime_dir: "/run/nagaya".into(),
@@ -161,10 +212,11 @@ impl Default for Options {
             app_start_ms: 30_000,
             stderr_bytes_max: 64 * 1024,
             processes_per_tenant: 1024,
-            back_end: BackEnd::Auto,
+            back_end: CellMechanism::Auto,
             raise_max: 4,
             instances: InstanceOptions::default(),
             programs: ProgramOptions::default(),
+            mail: MailOptions::default(),
             node: None,
             etcd: Vec::new(),
         }

@@ -1,10 +1,14 @@
 //! The process trees that run now: each is started in its cell, watched, and ended as a whole.
 //!
-//! Whoever asked for a tree holds its `Handle`; dropping that ends the tree. Not here: what is started
-//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `instances`).
+//! The caller that started a tree holds its `ProcessRef`, and dropping that ends the tree. Not
+//! here: the programs (`spawn`), cells (`cells`), a worker's moves from cell to cell
+//! (`process_cell`), the holders of handles (`server`, `instances`).
 
+mod counts;
+mod kind;
+mod process_cell;
 mod root;
-mod stay;
+mod started;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -13,177 +17,164 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_cmdb::cell::Usage;
-use nagaya_cmdb::{SiteName, Tenant, TenantName};
+use nagaya_keeper_api::limits::START_TIMEOUT;
+use nagaya_keeper_api::protocol::{FailureKind, ProcessExit, ProcessId};
+use nagaya_records::cell::RequestUsage;
+use nagaya_records::record::STOP_SECONDS;
+use nagaya_records::{SiteName, Tenant};
 use rustix::process::{Pid, Signal};
 use tokio::io::Interest;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
+use crate::cells::{KeeperCells, LOOK_AGAIN_MAX, Leaf};
 use crate::enclosure::Enclosure;
 use crate::fault::{self, Fault};
 use crate::gate::{ScriptRule, SiteScripts};
-use crate::log::{self, Budget, Journal};
-use crate::metrics::Metrics;
-use crate::protocol::{Exit, Failure, ProcessId};
-use crate::spawn::Started;
-use crate::sys;
-use crate::workers::Workers;
+use crate::log::{self, LogBudget, SiteLog};
+use crate::metrics::KeeperMetrics;
+use crate::process::process_cell::ProcessCell;
+use crate::workers::ThreadPool;
 
-pub use root::Root;
-use stay::Stay;
-pub use stay::{Request, slow_down};
+use self::counts::{ProcessCountGuard, ProcessCounts};
 
-/// A program that has not begun to run after this is ended: a tenant may have stopped it on its way. Long, because in a
-/// cell that is out of CPU time all programs begin slowly.
-pub const START_TIMEOUT: Duration = Duration::from_secs(300);
+pub use crate::process::process_cell::{CellRequest, slow_down};
+pub use kind::{KINDS, ProcessKind};
+pub use root::TreeRoot;
+pub use started::StartedProgram;
 
-/// How long a kept program has after `SIGTERM`.
-const GRACE: Duration = Duration::from_secs(2);
+/// Default time of a kept program after `SIGTERM`.
+const GRACE: Duration = Duration::from_secs(STOP_SECONDS as u64);
 
-/// A program that has said all it had to say is about to end. Letting it costs less than ending it, and more is not given
-/// to one whose client has left.
+/// Time for a program that has sent all its output and is about to end. Waiting costs less than
+/// ending it. A program whose client has left gets no more.
 const LAST_STEPS: Duration = Duration::from_millis(2);
 
-/// After this a tree that survives `SIGKILL` is reported, and its end no longer waited for.
+/// Time after which a tree that survives `SIGKILL` is reported, and its end no longer waited for.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long the last lines of a log are waited for once the tree is gone.
+/// Maximum wait for the last lines of a log once the tree is gone.
 const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
-    Cgi,
-    Php,
-    App,
-}
-
-/// All kinds; the position of each is its number.
-pub const KINDS: [Kind; 3] = [Kind::Cgi, Kind::Php, Kind::App];
-
-impl Kind {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Cgi => "cgi",
-            Self::Php => "php",
-            Self::App => "app",
-        }
-    }
-
-    /// Kept programs get a chance to end by themselves; the others only serve a request that is over.
-    fn is_kept(self) -> bool {
-        self == Self::App
-    }
-}
-
-/// What is wanted of one start.
-pub struct Order {
-    pub kind: Kind,
-    /// Where it is to run.
-    pub request: Request,
+/// Parameters of one start.
+pub struct SpawnOrder {
+    pub kind: ProcessKind,
+    /// The cell to run in.
+    pub request: CellRequest,
     /// Name in logs: the site, or the tenant of a PHP worker.
     pub label: String,
-    /// How many of this kind the tenant may have.
+    /// Maximum number of this kind for the tenant.
     pub per_tenant_max: u32,
-    pub log: Budget,
-    /// Where its lines are kept.
-    pub journal: Option<Rc<Journal>>,
-    /// Of a PHP worker.
+    pub log: LogBudget,
+    /// The log that keeps its lines.
+    pub journal: Option<Rc<SiteLog>>,
+    /// For a PHP worker.
     pub scripts: Option<Arc<ScriptRule>>,
 }
 
 /// All trees of this keeper.
 pub struct Processes {
-    cells: Arc<Cells>,
-    workers: Workers,
-    running: RefCell<HashMap<ProcessId, Rc<Process>>>,
-    counts: RefCell<HashMap<(Kind, TenantName), u32>>,
-    total: Cell<u32>,
-    total_max: Cell<u32>,
-    metrics: Metrics,
+    cells: Arc<KeeperCells>,
+    workers: ThreadPool,
+    running: RefCell<HashMap<ProcessId, Rc<ProcessTree>>>,
+    counts: Rc<ProcessCounts>,
+    metrics: KeeperMetrics,
     next_id: Cell<u64>,
     closing: Cell<bool>,
-    one_less: Notify,
-    /// When a process was last moved.
+    /// Time of the last move of a process.
     moved: Cell<Option<std::time::Instant>>,
 }
 
 /// One tree.
-pub struct Process {
+pub struct ProcessTree {
     id: ProcessId,
-    pub kind: Kind,
+    pub kind: ProcessKind,
     pub tenant: Arc<Tenant>,
     label: String,
-    /// Of a child of the keeper's.
+    /// For a child of the keeper's.
     pid: Option<Pid>,
-    stay: Stay,
+    stay: ProcessCell,
     end_wanted: Notify,
-    /// Which scripts a PHP worker may be given.
+    /// Time it has after `SIGTERM`, if it is kept.
+    grace: Cell<Duration>,
+    /// The time it had, if it was killed after it.
+    grace_cut: Rc<Cell<Option<Duration>>>,
+    /// The scripts that a PHP worker may be given.
     scripts: Option<Arc<ScriptRule>>,
-    /// What it runs in.
+    /// The enclosure it runs in.
     _enclosure: Option<Arc<Enclosure>>,
 }
 
-impl Process {
+impl ProcessTree {
     fn expect_alive(&self) -> Result<(), Fault> {
         if self.stay.over.get() { Err(unknown(self.id)) } else { Ok(()) }
     }
 
-    /// Whether nothing but the process itself is in its cell. A cell that cannot be read is taken to hold more.
+    /// Whether the process is alone in its cell. A cell that cannot be read is assumed to hold
+    /// more.
     fn is_alone(&self) -> bool {
         self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| Some(*pid) == self.pid))
     }
 
-    /// From now on the gate lets scripts of this site through to it, and no others.
+    /// Makes the gate pass scripts of this site to it, and no others.
     pub fn serve_scripts(&self, site: &SiteName, scripts: SiteScripts) {
         if let Some(rule) = &self.scripts {
             rule.set(site.clone(), Some(scripts));
         }
     }
 
-    /// What it has used for its present request so far.
-    pub fn usage(&self) -> Usage {
+    /// Returns its use for its present request so far.
+    pub fn usage(&self) -> RequestUsage {
         self.stay.usage()
     }
 
-    /// Where it is.
+    /// Returns the name of its cell.
     pub fn cell(&self) -> String {
         self.stay.leaf().name().to_owned()
     }
 }
 
 fn unknown(id: ProcessId) -> Fault {
-    Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no process {} any more", id.0))
+    Fault::new(FailureKind::NotFound, fault::UNKNOWN, format!("there is no process {} any more", id.0))
 }
 
-/// Holding it keeps the tree running.
-pub struct Handle {
-    process: Rc<Process>,
-    end: watch::Receiver<Option<End>>,
+/// Keeps the tree running while it is held.
+pub struct ProcessRef {
+    process: Rc<ProcessTree>,
+    end: watch::Receiver<Option<TreeEnd>>,
 }
 
-/// How a tree ended, and what it used since it was last asked about.
-pub type End = (Exit, Usage);
+/// How a tree ended, and its use since the last reading.
+pub type TreeEnd = (ProcessExit, RequestUsage);
 
-impl Handle {
+impl ProcessRef {
     pub fn id(&self) -> ProcessId {
         self.process.id
     }
 
-    /// Where it is.
+    /// Returns the name of its cell.
     pub fn cell(&self) -> String {
         self.process.cell()
     }
 
-    /// The cell itself.
+    /// Returns its cell.
     pub fn leaf(&self) -> Arc<Leaf> {
         self.process.stay.leaf()
     }
 
+    /// Sets the time it has after `SIGTERM`, from the next requested end on.
+    pub fn set_grace(&self, grace: Duration) {
+        self.process.grace.set(grace);
+    }
+
+    /// Returns a slot that will hold the time it had, if it is killed after it.
+    pub fn grace_cut(&self) -> Rc<Cell<Option<Duration>>> {
+        Rc::clone(&self.process.grace_cut)
+    }
+
     /// Resolves once nothing of the tree is left.
-    pub fn ended(&self) -> impl Future<Output = End> + use<> {
+    pub fn ended(&self) -> impl Future<Output = TreeEnd> + use<> {
         let mut end = self.end.clone();
         async move {
             // The sender is gone only together with the runtime.
@@ -192,148 +183,109 @@ impl Handle {
     }
 }
 
-/// Of a tree that the kernel does not let go of.
-const UNKNOWN_END: End = (
-    Exit { status: None, signal: None, cpu_us: 0 },
-    Usage { cpu_us: 0, read_bytes: 0, write_bytes: 0, throttled_us: 0, demoted: 0 },
+/// End of a tree that the kernel does not release.
+const UNKNOWN_END: TreeEnd = (
+    ProcessExit { status: None, signal: None, cpu_us: 0, out_of_memory: false },
+    RequestUsage { cpu_us: 0, read_bytes: 0, write_bytes: 0, throttled_us: 0, demoted: 0 },
 );
 
-impl Drop for Handle {
+impl Drop for ProcessRef {
     fn drop(&mut self) {
         self.process.end_wanted.notify_one();
     }
 }
 
-/// Counts one tree until it is dropped.
-struct Place {
-    processes: Rc<Processes>,
-    key: (Kind, TenantName),
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let all = &self.processes;
-        all.total.set(all.total.get() - 1);
-        all.metrics.processes.add(-1);
-        let mut counts = all.counts.borrow_mut();
-        if let Some(count) = counts.get_mut(&self.key) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.key);
-            }
-        }
-        all.one_less.notify_waiters();
-    }
-}
-
 impl Processes {
-    pub fn new(cells: Arc<Cells>, workers: Workers, metrics: Metrics, total_max: u32) -> Rc<Self> {
+    pub fn new(
+        cells: Arc<KeeperCells>,
+        workers: ThreadPool,
+        metrics: KeeperMetrics,
+        total_max: u32,
+    ) -> Rc<Self> {
         Rc::new(Self {
             cells,
             workers,
             running: RefCell::default(),
-            counts: RefCell::default(),
-            total: Cell::new(0),
-            total_max: Cell::new(total_max),
+            counts: ProcessCounts::new(metrics.clone(), total_max),
             metrics,
             next_id: Cell::new(1),
             closing: Cell::new(false),
-            one_less: Notify::new(),
             moved: Cell::new(None),
         })
     }
 
     pub fn set_total_max(&self, total_max: u32) {
-        self.total_max.set(total_max);
+        self.counts.set_total_max(total_max);
     }
 
-    /// Everything is being ended.
+    /// Whether everything is being ended.
     pub fn is_closing(&self) -> bool {
         self.closing.get()
     }
 
-    pub fn cells(&self) -> &Arc<Cells> {
+    pub fn cells(&self) -> &Arc<KeeperCells> {
         &self.cells
     }
 
-    /// A process that runs.
-    pub fn find(&self, id: ProcessId) -> Result<Rc<Process>, Fault> {
+    /// Returns a running process.
+    pub fn find(&self, id: ProcessId) -> Result<Rc<ProcessTree>, Fault> {
         self.running.borrow().get(&id).cloned().ok_or_else(|| unknown(id))
     }
 
-    /// How many of this kind run now, were ever started, and failed to start.
-    pub fn numbers(&self, kind: Kind) -> (u32, u64, u64) {
-        let counts = self.counts.borrow();
-        let now = counts.iter().filter(|((of, _), _)| *of == kind).map(|(_, count)| count).sum();
+    /// Returns how many of this kind run now, were ever started, and failed to start.
+    pub fn numbers(&self, kind: ProcessKind) -> (u32, u64, u64) {
         let at = [kind as usize];
-        (now, self.metrics.started.get(at), self.metrics.failed.get(at))
+        (self.counts.of_kind(kind), self.metrics.started.get(at), self.metrics.failed.get(at))
     }
 
-    /// Starts a tree. `make` runs on a worker thread. What runs when this future is dropped is ended.
+    /// Starts a tree. `make` runs on a worker thread. If this future is dropped, the started tree
+    /// is ended.
     pub async fn start(
         self: &Rc<Self>,
-        order: Order,
-        make: impl FnOnce(&Leaf) -> Result<Started, Fault> + Send + 'static,
-    ) -> Result<(Handle, Vec<OwnedFd>), Fault> {
+        order: SpawnOrder,
+        make: impl FnOnce(&Leaf) -> Result<StartedProgram, Fault> + Send + 'static,
+    ) -> Result<(ProcessRef, Vec<OwnedFd>), Fault> {
         let place = self.take_place(&order)?;
         let leaf = self.cells.leaf(&order.request.home, order.request.confinement())?;
         let for_worker = Arc::clone(&leaf);
         let tenant = &order.request.home.tenant.name;
         let making = self.workers.start_for(tenant, move || make(&for_worker))?;
         let (answer, answered) = oneshot::channel();
-        // A task of its own, because what the worker starts must be looked after even if the caller leaves.
+        // A task of its own: the started tree needs care even if the caller leaves.
         spawn_local(Rc::clone(self).live(order, place, leaf, making, answer));
         answered.await.unwrap_or_else(|_| {
             Err(Fault::new(
-                Failure::Broken,
+                FailureKind::Broken,
                 fault::SPAWN,
                 "starting it failed inside the keeper; see its log",
             ))
         })
     }
 
-    fn take_place(self: &Rc<Self>, order: &Order) -> Result<Place, Fault> {
-        let refuse = |why: String| Err(Fault::new(Failure::Busy, fault::LIMIT, why));
+    fn take_place(&self, order: &SpawnOrder) -> Result<ProcessCountGuard, Fault> {
+        let refuse = |why: String| Err(Fault::new(FailureKind::Busy, fault::LIMIT, why));
         if self.closing.get() {
             return refuse("the keeper is ending; its successor takes requests in a moment".into());
         }
-        if self.total.get() >= self.total_max.get() {
-            return refuse(format!(
-                "{} processes run already, as many as this node allows",
-                self.total.get()
-            ));
-        }
-        let key = (order.kind, order.request.home.tenant.name.clone());
-        let mut counts = self.counts.borrow_mut();
-        let count = counts.get(&key).copied().unwrap_or(0);
-        if count >= order.per_tenant_max {
-            let kind = order.kind.as_str();
-            return refuse(format!(
-                "tenant '{}' has {count} {kind} processes, as many as it may have",
-                order.request.home.tenant.name
-            ));
-        }
-        counts.insert(key.clone(), count + 1);
-        self.total.set(self.total.get() + 1);
-        self.metrics.processes.add(1);
-        Ok(Place { processes: Rc::clone(self), key })
+        let tenant = &order.request.home.tenant.name;
+        ProcessCounts::take(&self.counts, (order.kind, tenant.clone()), order.per_tenant_max).or_else(refuse)
     }
 
-    /// The life of one tree, from its start until nothing is left of it.
+    /// Runs the life of one tree, from its start until nothing is left of it.
     async fn live(
         self: Rc<Self>,
-        order: Order,
-        place: Place,
+        order: SpawnOrder,
+        place: ProcessCountGuard,
         leaf: Arc<Leaf>,
-        making: oneshot::Receiver<Result<Started, Fault>>,
-        answer: oneshot::Sender<Result<(Handle, Vec<OwnedFd>), Fault>>,
+        making: oneshot::Receiver<Result<StartedProgram, Fault>>,
+        answer: oneshot::Sender<Result<(ProcessRef, Vec<OwnedFd>), Fault>>,
     ) {
         let started = match wait_started(making, &leaf, &order.label).await {
             Ok(started) => started,
             Err(fault) => {
                 self.metrics.failed.add([order.kind as usize], 1);
                 wait_removed(&leaf, &order.label, END_TIMEOUT).await;
-                // Given back before the answer, so that who is told can ask again at once.
+                // Returned before the answer, so that the caller can try again at once.
                 drop(place);
                 let _ = answer.send(Err(fault));
                 return;
@@ -341,14 +293,16 @@ impl Processes {
         };
         self.metrics.started.add([order.kind as usize], 1);
         let id = ProcessId(self.next_id.replace(self.next_id.get() + 1));
-        let process = Rc::new(Process {
+        let process = Rc::new(ProcessTree {
             id,
             kind: order.kind,
             tenant: Arc::clone(&order.request.home.tenant),
             label: order.label,
             pid: started.root.pid(),
-            stay: Stay::new(leaf, order.request),
+            stay: ProcessCell::new(leaf, order.request),
             end_wanted: Notify::new(),
+            grace: Cell::new(GRACE),
+            grace_cut: Rc::default(),
             scripts: order.scripts,
             _enclosure: started.enclosure,
         });
@@ -358,14 +312,14 @@ impl Processes {
         }
         let who = format!("{} {}", process.kind.as_str(), process.label);
         let log = spawn_local(log::follow(started.log, who, order.log, order.journal));
-        if process.kind == Kind::Cgi {
+        if process.kind == ProcessKind::Cgi {
             self.watch(&process);
         }
         let (say_end, end) = watch::channel(None);
-        // Who asked may have left; the handle is dropped then, which ends the tree.
-        let _ = answer.send(Ok((Handle { process: Rc::clone(&process), end }, started.fds)));
+        // The caller may have left. Then the handle is dropped, which ends the tree.
+        let _ = answer.send(Ok((ProcessRef { process: Rc::clone(&process), end }, started.fds)));
 
-        let mut ending = Ending { process: &process, root: started.root };
+        let mut ending = TreeEnding { process: &process, root: started.root };
         let (end, gone) = ending.run().await;
         let log_end = log.abort_handle();
         if timeout(LOG_TIMEOUT, log).await.is_err() {
@@ -379,7 +333,8 @@ impl Processes {
         drop(place);
     }
 
-    /// Acts on changed records: what `current` says of a worker's site is what it may be given.
+    /// Applies changed records: `current` returns the scripts that a worker of this site may be
+    /// given.
     pub fn refresh_scripts(&self, current: impl Fn(&SiteName, &Tenant) -> Option<SiteScripts>) {
         for process in self.running.borrow().values() {
             if let Some(rule) = &process.scripts {
@@ -390,8 +345,8 @@ impl Processes {
         }
     }
 
-    /// Ends trees this finds, e.g. those of a tenant that changed.
-    pub fn end_where(&self, mut wanted: impl FnMut(&Process) -> bool) {
+    /// Ends the trees that `wanted` selects, e.g. those of a tenant that changed.
+    pub fn end_where(&self, mut wanted: impl FnMut(&ProcessTree) -> bool) {
         for process in self.running.borrow().values() {
             if wanted(process) {
                 process.end_wanted.notify_one();
@@ -403,18 +358,9 @@ impl Processes {
     pub async fn close(&self, within: Duration) -> bool {
         self.closing.set(true);
         self.end_where(|_| true);
-        let emptied = async {
-            loop {
-                let one_less = self.one_less.notified();
-                if self.total.get() == 0 {
-                    return;
-                }
-                one_less.await;
-            }
-        };
-        let empty = timeout(within, emptied).await.is_ok();
+        let empty = timeout(within, self.counts.wait_until_none()).await.is_ok();
         if !empty {
-            // Whoever is still in its grace has none any more.
+            // Trees within their grace period have none any more.
             for process in self.running.borrow().values() {
                 let _ = process.stay.leaf().end(None);
             }
@@ -424,18 +370,18 @@ impl Processes {
     }
 }
 
-/// A start that hangs is ended through its leaf, again and again, until the worker comes back from it.
+/// Ends a start that hangs through its leaf, again and again, until the worker comes back from it.
 async fn wait_started(
-    mut making: oneshot::Receiver<Result<Started, Fault>>,
+    mut making: oneshot::Receiver<Result<StartedProgram, Fault>>,
     leaf: &Leaf,
     label: &str,
-) -> Result<Started, Fault> {
+) -> Result<StartedProgram, Fault> {
     loop {
         match timeout(START_TIMEOUT, &mut making).await {
             Ok(made) => {
                 return made.unwrap_or_else(|_| {
                     let message = format!("starting '{label}' panicked inside the keeper");
-                    Err(Fault::new(Failure::Broken, fault::SPAWN, message))
+                    Err(Fault::new(FailureKind::Broken, fault::SPAWN, message))
                 });
             }
             Err(_) => {
@@ -448,18 +394,27 @@ async fn wait_started(
     }
 }
 
-/// The last part of a tree's life.
-struct Ending<'a> {
-    process: &'a Process,
-    root: Root,
+/// How a tree's end begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WaitEnd {
+    /// Its first process has ended by itself.
+    Ended,
+    Kill,
 }
 
-impl Ending<'_> {
-    /// Waits until the program ends or is to end, then ends the rest. The second value: all is gone.
-    async fn run(&mut self) -> (End, bool) {
-        let asked = self.wait_end().await;
+/// The last part of a tree's life.
+struct TreeEnding<'a> {
+    process: &'a ProcessTree,
+    root: TreeRoot,
+}
+
+impl TreeEnding<'_> {
+    /// Waits until the program ends or must end, then ends the rest. The second value: all is gone.
+    async fn run(&mut self) -> (TreeEnd, bool) {
+        let wait_end = self.wait_end().await;
         let (process, stay) = (self.process, &self.process.stay);
-        // Until it is given back nobody moves the process, and its number is its own until it is reaped.
+        // Nobody moves the process until it is returned, and its number is its own until it is
+        // reaped.
         let _turn = stay.turn.lock().await;
         stay.over.set(true);
         stay.stop_watch();
@@ -467,22 +422,22 @@ impl Ending<'_> {
         if let Err(error) = leaf.end(self.root.pid()) {
             tracing::warn!(program = label, %error, "its cgroup cannot be ended; ending the program alone");
         }
-        if asked {
-            // Where the cell could not be ended. Already dead is as good.
+        if wait_end == WaitEnd::Kill {
+            // In case the cell could not be ended. A process that is dead already is as good.
             let _ = self.root.kill();
         }
-        let exit = self.reap(END_TIMEOUT).await;
+        let exit = self.reap(END_TIMEOUT).await.map(|exit| self.name_memory(exit, wait_end));
         let removed = wait_removed(&leaf, label, END_TIMEOUT).await;
-        // A cell that was given back knows what it had used when nothing ran in it any more.
+        // A returned cell knows its use at the moment when nothing ran in it any more.
         let usage = stay.usage();
-        let gone = removed && timeout(END_TIMEOUT, stay.all_retired()).await.is_ok();
+        let gone = removed && timeout(END_TIMEOUT, stay.wait_until_retired()).await.is_ok();
         ((exit.unwrap_or(UNKNOWN_END.0), usage), gone && exit.is_some())
     }
 
-    /// Waits until the program ends or is to end. True: it is to end.
-    async fn wait_end(&self) -> bool {
-        // Registering fails only without memory for it; then the tree is ended instead of watched.
-        let watched = sys::watch(self.root.end(), Interest::READABLE).ok();
+    /// Waits until the program ends, or must be killed.
+    async fn wait_end(&self) -> WaitEnd {
+        // Registering fails only for lack of memory. Then the tree is ended instead of watched.
+        let watched = nagaya_keeper_api::watch(self.root.end(), Interest::READABLE).ok();
         let dies = async {
             if let Some(watched) = &watched {
                 let _ = watched.readable().await;
@@ -493,16 +448,48 @@ impl Ending<'_> {
             () = &mut dies => false,
             () = self.process.end_wanted.notified() => true,
         };
-        if asked {
-            let is_kept = self.process.kind.is_kept();
-            if !is_kept || self.root.signal(Signal::TERM).is_ok() {
-                let _ = timeout(if is_kept { GRACE } else { LAST_STEPS }, &mut dies).await;
+        if !asked {
+            return WaitEnd::Ended;
+        }
+        let is_kept = self.process.kind.is_kept();
+        if is_kept && self.root.signal(Signal::TERM).is_err() {
+            return WaitEnd::Kill;
+        }
+        let grace = self.process.grace.get();
+        match timeout(if is_kept { grace } else { LAST_STEPS }, &mut dies).await {
+            Ok(()) => WaitEnd::Ended,
+            Err(_) => {
+                self.process.grace_cut.set(is_kept.then_some(grace));
+                WaitEnd::Kill
             }
         }
-        asked
     }
 
-    async fn reap(&self, within: Duration) -> Option<Exit> {
+    /// Reports whether a process that serves requests died for lack of memory. Kernels count per
+    /// cell. So only a process that was killed counts, and only if something was killed there since
+    /// its request began.
+    fn name_memory(&self, exit: ProcessExit, wait_end: WaitEnd) -> ProcessExit {
+        let process = self.process;
+        let is_killed = match (exit.signal, exit.status) {
+            (Some(signal), _) => signal == Signal::KILL.as_raw(),
+            // A shell reports its program in this way.
+            (None, status) => process.kind == ProcessKind::Cgi && status == Some(128 + Signal::KILL.as_raw()),
+        };
+        if process.kind == ProcessKind::App || !is_killed || process.stay.memory_kills() == 0 {
+            return exit;
+        }
+        // A shell that says so by its status has ended by itself, whatever was asked for meanwhile.
+        if wait_end == WaitEnd::Ended || exit.signal.is_none() {
+            let (code, kind, cell) = (fault::OUT_OF_MEMORY, process.kind.as_str(), process.stay.leaf());
+            tracing::warn!(
+                tenant = %process.tenant.name, program = process.label,
+                "{code}: out of memory: the kernel killed a {kind} process at the memory limit of cell {}", cell.name()
+            );
+        }
+        ProcessExit { out_of_memory: true, ..exit }
+    }
+
+    async fn reap(&self, within: Duration) -> Option<ProcessExit> {
         let until = Instant::now() + within;
         let mut pause = Duration::from_millis(1);
         loop {
@@ -519,9 +506,9 @@ impl Ending<'_> {
         }
     }
 
-    /// A tree stuck in the kernel keeps its place until the kernel lets it go.
+    /// Keeps the slot of a tree that is stuck in the kernel until the kernel releases it.
     async fn outwait(&self) {
-        self.process.stay.all_retired().await;
+        self.process.stay.wait_until_retired().await;
         while !self.process.stay.leaf().release().unwrap_or(true) || matches!(self.root.try_reap(), Ok(None))
         {
             sleep(END_TIMEOUT).await;
@@ -529,13 +516,14 @@ impl Ending<'_> {
     }
 }
 
-/// True once nothing lives in the cell; what still does is killed again.
+/// Waits until the cell is empty, and kills its processes again. True once it is empty.
 async fn wait_empty(leaf: &Leaf, label: &str, within: Duration) -> bool {
-    // What cannot be read is looked at by `wait_removed`, which reports it.
+    // A list that cannot be read is left to `wait_removed`, which reports it.
     outlast(leaf, label, within, || leaf.pids().map_or(true, |pids| pids.is_empty())).await
 }
 
-/// True once nothing lives in the cell and it is given back; what still does is killed again.
+/// Waits until the cell is empty and returned, and kills its processes again. True once that is
+/// done.
 async fn wait_removed(leaf: &Leaf, label: &str, within: Duration) -> bool {
     let released = || {
         leaf.release().unwrap_or_else(|error| {
@@ -558,7 +546,7 @@ async fn outlast(leaf: &Leaf, label: &str, within: Duration, is_gone: impl Fn() 
             tracing::error!(program = label, "{code}: processes survived SIGKILL for {within:?}");
             return false;
         }
-        // It may be gone by now; the next look tells.
+        // It may be gone by now. The next check finds out.
         let _ = leaf.end(None);
         sleep(pause).await;
         pause = (pause * 2).min(LOOK_AGAIN_MAX);

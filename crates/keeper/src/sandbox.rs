@@ -1,15 +1,17 @@
-//! Sandboxes: a tenant's processes in namespaces of their own, on a read-only base, with nothing else in sight.
+//! Sandboxes: a tenant's processes in namespaces of their own, on a read-only base, with nothing
+//! else in sight.
 //!
-//! A sandbox has its own user, pid, mount, IPC, UTS, network and cgroup namespaces. Its first process (`init`) is root
-//! of it and nobody on the node; programs run under the tenant's uid without any capability, behind a filter of system
-//! calls, with loopback as their only network. It ends as a whole when its `Sandbox` is dropped, and with the keeper.
+//! A sandbox has its own user, pid, mount, IPC, UTS, network and cgroup namespaces. Its first
+//! process (`init`) is root of it and nobody on the node. Programs run under the tenant's uid
+//! without any capability, behind a filter of system calls. Their only network is loopback. It ends
+//! as a whole when its `Sandbox` is dropped, and with the keeper.
 //!
-//! Sandboxes are made by the **launcher** (`launcher`), a copy of the keeper's process from before it had threads: only
-//! a process with one thread can be forked into namespaces. A few are begun before they are ordered (`birth`). All calls
-//! here block: make them from `workers`.
+//! Sandboxes are made by the **launcher** (`launcher`), a copy of the keeper's process from before
+//! it had threads. Only a process with one thread can be forked into namespaces. A few are begun
+//! before they are ordered (`birth`). All calls here block: make them from `workers`.
 //!
-//! Not here: limits (`cells`; a sandbox is born in the cell it is given), what runs when (`instances`), images
-//! (`image`).
+//! Not here: limits (`cells`; a sandbox is born in the cell it is given), the programs and their
+//! times (`instances`), images (`image`).
 
 mod birth;
 mod capture;
@@ -20,9 +22,11 @@ mod ending;
 mod failure;
 mod filling;
 mod filter;
+mod ids;
 mod init;
 mod kernel;
 mod launcher;
+mod mapped_memory_filter;
 mod namespaces;
 mod network;
 pub(crate) mod order;
@@ -32,7 +36,6 @@ mod restoring;
 mod rights;
 mod session;
 pub(crate) mod shm;
-mod shown;
 mod terminal;
 mod tree;
 mod trial;
@@ -50,26 +53,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nagaya_base::Code;
+use nagaya_keeper_api::protocol::ProcessExit;
 use parking_lot::Mutex;
 use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::image::{ReadRecorder, WatchTerms};
-use crate::protocol::Exit;
+use ending::EndingQueue;
+use ids::ROOT_ID_BIT;
+use kernel::{ForkOptions, SingleThreaded};
+use launcher::AHEAD_MAX;
+use order::{BirthBind, InitReply, InitRequest, LauncherCommand, ProcessRole, RunRequest, SandboxBirth};
 
-use ending::Endings;
-use kernel::{Alone, Fork};
-use order::{Ask, Birth, Bound, Order, Role, Run, Told};
-
-pub use crate::sys::{Entrance, Identity};
+pub use crate::sys::{CellEntrance, UnixIdentity};
 pub(crate) use capture::capture as capture_here;
-pub use capture::{Capture, RESOLVER};
+pub use capture::{NetworkCapture, RESOLVER};
 pub(crate) use channel::{receive, send};
 pub use filter::of_programs as filter_of_programs;
-pub use kernel::Instruction;
+pub(crate) use ids::root_id;
+pub use kernel::FilterInstruction;
 pub(crate) use kernel::{raise_loopback, timespec};
-pub use network::Address;
-pub use order::Step;
-pub(crate) use order::{Fill, Freezing, Ward, Warded};
+pub use network::SandboxAddress;
+pub use order::ChildStep;
+pub(crate) use order::{FreezerVersion, MemoryFill, WardenCommand, WardenReport};
 pub(crate) use outlet::listen as listen_here;
 pub(crate) use shm::{DEPTH_MAX as SHM_DEPTH_MAX, ENTRIES_MAX as SHM_ENTRIES_MAX, FILE as SHM_FILE};
 pub(crate) use tree::{attach_to, detached, own_proc};
@@ -85,35 +89,22 @@ pub const RUN: Code = Code(332);
 /// A sandbox has ended.
 pub const ENDED: Code = Code(333);
 
-/// Number of an application's first process in its sandbox. An image brings its processes back under their own
-/// numbers, so those must be free; only the init is there before.
+/// Number of an application's first process in its sandbox. An image restores its processes under
+/// their own numbers, so those must be free. Only the init exists before.
 pub const ROOT_PID: u32 = 10;
 
-/// How long making a sandbox may take: a source on a file system that does not answer never comes, and a cell may be
-/// short of CPU time.
+/// Maximum time to make a sandbox. A source on a file system that does not respond never comes. A
+/// cell may be short of CPU time.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the start of a program may take, for the same reasons. A sandbox that does not answer is ended.
+/// Maximum time to start a program, for the same reasons. A sandbox that does not respond is ended.
 const RUN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ids of sandboxes' own root users on the node are the tenants' with this bit: beyond what distributions, container
-/// tools and systemd give out, so they own nothing and nobody else runs under them.
-const ROOT_ID_BIT: u32 = 1 << 31;
-
-/// Bytes of a host name (`__NEW_UTS_LEN`).
+/// Maximum length of a host name (`__NEW_UTS_LEN`).
 const HOSTNAME_LEN_MAX: usize = 64;
 
-/// Births that wait for their orders. They hold no memory worth speaking of, and more than so many wakes at once are no
-/// faster for them: then processors are what is short.
-const AHEAD_MAX: usize = 4;
-
-/// Sources that are bound into one sandbox.
+/// Maximum number of sources that are bound into one sandbox.
 const BINDS_MAX: usize = 256;
-
-/// Id on the node of the root of a sandbox whose tenant has this id.
-pub(crate) fn root_id(id: u32) -> u32 {
-    id | ROOT_ID_BIT
-}
 
 /// Why there is no sandbox, or no program in it.
 #[derive(Debug, thiserror::Error)]
@@ -127,7 +118,7 @@ pub enum SandboxError {
     #[error("a sandbox cannot {step}: {error}")]
     Create { step: String, error: io::Error },
     #[error("a program cannot be started in its sandbox ({step:?}): {error}")]
-    Run { step: Step, error: io::Error },
+    Run { step: ChildStep, error: io::Error },
     #[error("the sandbox has ended: {0}")]
     Ended(#[source] io::Error),
 }
@@ -143,122 +134,138 @@ impl SandboxError {
     }
 }
 
-/// A file or directory of the node that is to be seen in a sandbox.
+/// A file or directory of the node that a sandbox shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bind {
+pub struct SandboxBind {
     pub source: PathBuf,
-    /// Absolute, in the sandbox. Made if it is missing beneath `/home`, `/root`, `/srv`, `/mnt`, `/media`, `/run`,
-    /// `/tmp`, at the top, or in what `hide` hides; elsewhere it must be in the base.
+    /// Absolute path in the sandbox. It is made if it is missing in a place for mount points. Such
+    /// places are `/home`, `/root`, `/srv`, `/mnt`, `/media`, `/run`, `/tmp`, the top, and
+    /// directories of `hide`. Elsewhere it must be in the base.
     pub target: PathBuf,
     pub writable: bool,
-    /// Look the source up with the tenant's rights, as a directory or a file (`tenant_path`). To be false only for paths of
-    /// the keeper's own, none of which a tenant can change.
+    /// Look the source up with the tenant's rights, as a directory or a file (`tenant_path`). False
+    /// only for paths of the keeper's own, none of which a tenant can change.
     pub as_tenant: bool,
+    /// Leave it out if the base has no such path. Nothing is made for it then.
+    pub is_optional: bool,
 }
 
-/// What a sandbox is to be.
+/// Description of a sandbox to be made.
 #[derive(Debug, Clone)]
-pub struct Spec {
+pub struct SandboxSpec {
     /// Uids and gids are below 2^31 and not 0.
-    pub identity: Identity,
+    pub identity: UnixIdentity,
     /// The tenant's home, which no link of its own leads out of.
     pub home: Option<PathBuf>,
     /// At most 64 bytes.
     pub hostname: String,
-    /// Its root, read-only. Of `/`, the node's, it is what programs run on, without homes, mail, logs and other file systems.
+    /// Its root, read-only. Of the node's `/` it shows the parts that programs need, without homes,
+    /// mail, logs and other file systems.
     pub base: PathBuf,
-    /// Look the base up with the tenant's rights. To be false only for the keeper's own.
+    /// Look the base up with the tenant's rights. False only for the keeper's own.
     pub base_as_tenant: bool,
-    /// In this order; later ones may lie in earlier ones.
-    pub binds: Vec<Bind>,
-    /// Directories of the node's root that are to look empty.
+    /// In this order. Later ones may lie in earlier ones.
+    pub binds: Vec<SandboxBind>,
+    /// Directories of the node's root that look empty.
     pub hide: Vec<PathBuf>,
-    /// Directory on disk for its `/tmp`, owned by the tenant. None: 64 MiB of memory, which no image carries.
+    /// Directory on disk for its `/tmp`, owned by the tenant. `None`: 64 MiB of memory, which no
+    /// image carries.
     pub tmp: Option<PathBuf>,
-    /// The same for its `/run`.
+    /// As `tmp`, for its `/run`.
     pub run: Option<PathBuf>,
-    /// Bytes that `/dev/shm` may hold.
+    /// Size of `/dev/shm`, bytes.
     pub shm_bytes_max: u64,
-    /// It has the node's network instead of one of its own, loopback and abstract Unix sockets included.
+    /// It has the node's network instead of one of its own, loopback and abstract Unix sockets
+    /// included.
     pub host_network: bool,
-    /// Of the cell in which all of it is born.
-    pub entrance: Entrance,
+    /// Entrance of the cell in which all of it is born.
+    pub entrance: CellEntrance,
 }
 
-/// What is to run in a sandbox under the tenant's uid.
+/// A program to run in a sandbox under the tenant's uid.
 #[derive(Debug)]
-pub struct Program<'a> {
-    /// A name without `/` is looked for in `PATH` of `env`.
+pub struct SandboxProgram<'a> {
+    /// A name without `/` is looked up in `PATH` of `env`.
     pub argv: Vec<OsString>,
     pub env: Vec<(OsString, OsString)>,
-    /// In the sandbox.
+    /// Path in the sandbox.
     pub directory: PathBuf,
-    /// None: `/dev/null` of the sandbox, which, unlike the node's, an image can carry.
+    /// `None`: `/dev/null` of the sandbox, which, unlike the node's, an image can carry.
     pub stdin: Option<BorrowedFd<'a>>,
     pub stdout: Option<BorrowedFd<'a>>,
     pub stderr: Option<BorrowedFd<'a>>,
     /// Descriptor 3, announced by `LISTEN_FDS` and `LISTEN_PID` (sd_listen_fds(3)).
     pub listener: Option<BorrowedFd<'a>>,
-    /// Its number in the sandbox. None: the next free one.
+    /// Its number in the sandbox. `None`: the next free one.
     pub pid: Option<u32>,
     pub open_files_max: u64,
-    /// `stdin` is a terminal, and is to be that of its session.
+    /// `stdin` is a terminal, and becomes that of its session.
     pub has_terminal: bool,
 }
 
-/// A tool of the keeper's, run as root of the sandbox with an empty environment and outside of the filter.
+/// A tool of the keeper's, run as root of the sandbox with an empty environment and outside of the
+/// filter.
 #[derive(Debug)]
-pub(crate) struct Tool<'a> {
+pub(crate) struct SandboxTool<'a> {
     pub program: BorrowedFd<'a>,
     pub argv: Vec<OsString>,
     pub env: Vec<(OsString, OsString)>,
-    /// Numbers from 4 to 63, or 1 and 2 for what it writes.
+    /// Numbers from 4 to 63, or 1 and 2 for its output.
     pub fds: Vec<(i32, BorrowedFd<'a>)>,
     pub pid: u32,
-    /// It takes a checkpoint into this directory, with a number of `fds`. What is in `/dev/shm` goes there, too (`kept`).
+    /// It takes a checkpoint into this directory, with a number of `fds`. The contents of
+    /// `/dev/shm` go there, too (`kept`).
     pub takes_into: Option<i32>,
-    /// It brings an image's processes back, whose rights are compared before they run (`restored`).
+    /// It restores an image's processes, whose rights are compared before they run (`restored`).
     pub brings_back: bool,
-    /// It brings processes back that have memory in these ranges, which a file shows.
+    /// It restores processes with memory in these ranges, mapped from a file.
     pub shown: Vec<(u64, u64)>,
-    /// What is written to memory while it runs, and before it lets go of anything (`restored`), with numbers of `fds`.
-    pub fills: Vec<Fill>,
-    /// What the files in `/dev/shm` are made from before it starts, likewise.
+    /// Memory that is written while it runs, and before it releases anything (`restored`), with
+    /// numbers of `fds`.
+    pub fills: Vec<MemoryFill>,
+    /// File from which the files in `/dev/shm` are made before it starts, likewise.
     pub shm: Option<i32>,
 }
 
-/// The descriptor a tool's program gets.
+/// The descriptor that a tool's program gets.
 const TOOL_FD: i32 = 3;
 
-/// What is known of a restore that failed.
+/// Details of a failed restore.
 #[derive(Debug)]
-pub(crate) struct Restored {
-    /// The memory that was to be written meanwhile.
+pub(crate) struct FailedRestore {
+    /// Result for the memory that was to be written meanwhile.
     pub filled: io::Result<()>,
-    /// Which thread would have had other rights than the sandbox gives, in words. All of it was killed before it ran.
+    /// Describes a thread that would have had other rights than the sandbox gives. All of it was
+    /// killed before it ran.
     pub wrong_rights: Option<String>,
 }
 
 /// A process in a sandbox.
 #[derive(Debug)]
-pub struct Task {
-    /// In the sandbox.
+pub struct SandboxTask {
+    /// Its number in the sandbox.
     pub pid: u32,
     pub pidfd: OwnedFd,
     end: OwnedFd,
 }
 
-impl Task {
-    /// Readable once the process has ended and is reaped, or its sandbox has ended.
+impl SandboxTask {
+    /// Returns a descriptor that is readable once the process has ended and is reaped, or its
+    /// sandbox has ended.
     pub fn end(&self) -> BorrowedFd<'_> {
         self.end.as_fd()
     }
 
-    /// How it ended; None: it runs. Killed is what it was if its sandbox ended first.
-    pub fn try_exit(&self) -> io::Result<Option<Exit>> {
+    /// Returns how it ended. `None` while it runs. If its sandbox ended first, it counts as killed.
+    pub fn try_exit(&self) -> io::Result<Option<ProcessExit>> {
         let mut bytes = [0; 64];
         match rustix::io::read(&self.end, &mut bytes) {
-            Ok(0) => Ok(Some(Exit { status: None, signal: Some(Signal::KILL.as_raw()), cpu_us: 0 })),
+            Ok(0) => Ok(Some(ProcessExit {
+                status: None,
+                signal: Some(Signal::KILL.as_raw()),
+                cpu_us: 0,
+                out_of_memory: false,
+            })),
             Ok(len) => {
                 let exit = postcard::from_bytes(&bytes[..len]);
                 exit.map(Some).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
@@ -269,7 +276,7 @@ impl Task {
     }
 
     /// Waits for its end.
-    pub fn wait(&self, within: Duration) -> io::Result<Exit> {
+    pub fn wait(&self, within: Duration) -> io::Result<ProcessExit> {
         channel::wait_readable(&self.end, within)?;
         self.try_exit()?.ok_or_else(|| io::ErrorKind::TimedOut.into())
     }
@@ -281,7 +288,7 @@ impl Task {
 
 // === impl Launcher ===
 
-/// The keeper's end of the launcher. There is one in a process; it ends when this is dropped.
+/// The keeper's end of the launcher. There is one in a process. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Launcher {
     orders: OwnedFd,
@@ -291,58 +298,64 @@ pub struct Launcher {
     settled: OnceLock<()>,
     /// Connections with births that wait for their orders, the oldest first.
     ahead: Mutex<VecDeque<OwnedFd>>,
-    endings: Endings,
+    endings: EndingQueue,
 }
 
 impl Launcher {
-    /// Makes the launcher. The process must be root's and have one thread: call it before anything starts another.
+    /// Makes the launcher. The process must be root's and have one thread: call it before anything
+    /// starts another.
     pub fn start() -> Result<Self, SandboxError> {
         let start = || -> io::Result<Self> {
             if !rustix::process::geteuid().is_root() {
                 return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it needs root"));
             }
-            let Some(alone) = Alone::check()? else {
+            let Some(alone) = SingleThreaded::check()? else {
                 let why = "this process has several threads already: start it earlier";
                 return Err(io::Error::other(why));
             };
             let (ours, theirs) = channel::pair()?;
             let keeper = rustix::process::getpid().as_raw_nonzero().get();
-            let (pid, pidfd) = alone.fork(&Fork::default(), |alone| launcher::run(alone, &theirs, keeper))?;
+            let (pid, pidfd) =
+                alone.fork(&ForkOptions::default(), |alone| launcher::run(alone, &theirs, keeper))?;
             Ok(Self {
                 orders: ours,
                 pid,
                 pidfd,
                 settled: OnceLock::new(),
                 ahead: Mutex::default(),
-                endings: Endings::default(),
+                endings: EndingQueue::default(),
             })
         };
         start().map_err(SandboxError::Start)
     }
 
-    /// Readable once the launcher has ended, and all sandboxes with it.
+    /// Returns a descriptor that is readable once the launcher has ended, and all sandboxes with
+    /// it.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
-    /// Makes the warden, and returns the keeper's end of its connection. It ends when that is closed.
+    /// Makes the warden, and returns the keeper's end of its connection. It ends when that is
+    /// closed.
     pub(crate) fn warden(&self) -> Result<OwnedFd, SandboxError> {
         let (ours, theirs) = channel::pair().map_err(SandboxError::Launcher)?;
-        channel::send(&self.orders, &Order::Warden, &[theirs.as_fd()]).map_err(SandboxError::Launcher)?;
+        channel::send(&self.orders, &LauncherCommand::Warden, &[theirs.as_fd()])
+            .map_err(SandboxError::Launcher)?;
         Ok(ours)
     }
 
     /// Makes an empty sandbox: its init runs, and nothing else.
-    pub fn create(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
+    pub fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, SandboxError> {
         let made = self.create_one(spec);
         self.think_ahead();
         made
     }
 
     /// Makes one and begins no others.
-    fn create_one(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
+    fn create_one(&self, spec: &SandboxSpec) -> Result<Sandbox, SandboxError> {
         check(spec)?;
-        // A keeper moves to another cgroup at its start, if at all; what is born must be born from there (`cells::birth`).
+        // A keeper moves to another cgroup at its start, if at all. Sandboxes must be born from
+        // there (`cells::birth`).
         self.settled.get_or_init(|| {
             if let Err(error) = cgroup::share(self.pid) {
                 tracing::warn!(%error, "the launcher of sandboxes stays in another cgroup than the keeper");
@@ -352,10 +365,10 @@ impl Launcher {
         self.made(init, spec)
     }
 
-    fn made(&self, init: OwnedFd, spec: &Spec) -> Result<Sandbox, SandboxError> {
+    fn made(&self, init: OwnedFd, spec: &SandboxSpec) -> Result<Sandbox, SandboxError> {
         let failed = |error: io::Error| SandboxError::Create { step: "be made".into(), error };
-        match channel::receive_within::<Told>(&init, CREATE_TIMEOUT).map_err(failed)? {
-            Some((Told::Ready, fds)) => {
+        match channel::receive_within::<InitReply>(&init, CREATE_TIMEOUT).map_err(failed)? {
+            Some((InitReply::Ready, fds)) => {
                 let mut fds = fds.into_iter();
                 let (Some(pidfd), Some(root), Some(mount_namespace)) = (fds.next(), fds.next(), fds.next())
                 else {
@@ -371,7 +384,7 @@ impl Launcher {
                     endings: self.endings.clone(),
                 })
             }
-            Some((Told::Failed { step, errno }, _)) => {
+            Some((InitReply::Failed { step, errno }, _)) => {
                 Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
             }
             Some(_) => Err(failed(io::ErrorKind::InvalidData.into())),
@@ -380,7 +393,7 @@ impl Launcher {
     }
 
     /// Gives the order to a birth that waits for one, or else to a new one.
-    fn order(&self, spec: &Spec) -> Result<OwnedFd, SandboxError> {
+    fn order(&self, spec: &SandboxSpec) -> Result<OwnedFd, SandboxError> {
         let birth = birth_of(spec);
         let fds: Vec<_> = spec.entrance.born.iter().chain(&spec.entrance.tasks).map(AsFd::as_fd).collect();
         loop {
@@ -389,7 +402,7 @@ impl Launcher {
             let init = waiting.map_or_else(|| self.begin(), Ok).map_err(SandboxError::Launcher)?;
             match channel::send(&init, &birth, &fds) {
                 Ok(()) => return Ok(init),
-                // It was killed while it waited, as for want of memory.
+                // It was killed while it waited, for example for lack of memory.
                 Err(error) if !is_new && error.kind() == io::ErrorKind::BrokenPipe => {}
                 Err(error) => return Err(SandboxError::Create { step: "be ordered".into(), error }),
             }
@@ -399,24 +412,25 @@ impl Launcher {
     /// Begins a birth, and returns the connection with it.
     fn begin(&self) -> io::Result<OwnedFd> {
         let (ours, theirs) = channel::pair()?;
-        channel::send(&self.orders, &Order::Sandbox, &[theirs.as_fd()])?;
+        channel::send(&self.orders, &LauncherCommand::Sandbox, &[theirs.as_fd()])?;
         Ok(ours)
     }
 
-    /// Has as many births wait as should.
+    /// Begins births until enough wait.
     fn think_ahead(&self) {
         let mut ahead = self.ahead.lock();
         while ahead.len() < AHEAD_MAX {
-            // Who cannot be had ahead is begun when it is ordered, and then it is said why it cannot.
+            // A birth that cannot be begun ahead is begun when it is ordered, and its failure is
+            // reported then.
             let Ok(init) = self.begin() else { return };
             ahead.push_back(init);
         }
     }
 }
 
-fn check(spec: &Spec) -> Result<(), SandboxError> {
+fn check(spec: &SandboxSpec) -> Result<(), SandboxError> {
     let refuse = |why: String| Err(SandboxError::Spec(why));
-    let Identity { uid, gid } = spec.identity;
+    let UnixIdentity { uid, gid } = spec.identity;
     if [uid, gid].iter().any(|id| *id == 0 || *id >= ROOT_ID_BIT) {
         return refuse(format!("uid {uid} and gid {gid} of a sandbox must be from 1 to {}", ROOT_ID_BIT - 1));
     }
@@ -424,26 +438,30 @@ fn check(spec: &Spec) -> Result<(), SandboxError> {
         return refuse(format!("'{}' is no host name: 1 to {HOSTNAME_LEN_MAX} bytes", spec.hostname));
     }
     if spec.binds.len() > BINDS_MAX {
-        return refuse(format!("{} files are bound into one sandbox; {BINDS_MAX} may be", spec.binds.len()));
+        return refuse(format!(
+            "{} files are bound into one sandbox; at most {BINDS_MAX} are allowed",
+            spec.binds.len()
+        ));
     }
     let is_odd = |path: &Path| !path.is_absolute() || path.components().any(|part| part.as_os_str() == "..");
     match spec.binds.iter().find(|bind| is_odd(&bind.target) || bind.target == Path::new("/")) {
         Some(bind) => refuse(format!(
-            "'{}' cannot be bound into a sandbox: give an absolute path beneath / without '..'",
+            "'{}' cannot be bound into a sandbox: give an absolute path below / without '..'",
             bind.target.display()
         )),
         None => Ok(()),
     }
 }
 
-fn birth_of(spec: &Spec) -> Birth {
-    let bound = |bind: &Bind| Bound {
+fn birth_of(spec: &SandboxSpec) -> SandboxBirth {
+    let bound = |bind: &SandboxBind| BirthBind {
         source: bind.source.clone(),
         target: bind.target.clone(),
         writable: bind.writable,
         as_tenant: bind.as_tenant,
+        is_optional: bind.is_optional,
     };
-    Birth {
+    SandboxBirth {
         uid: spec.identity.uid,
         gid: spec.identity.gid,
         home: spec.home.clone(),
@@ -462,25 +480,25 @@ fn birth_of(spec: &Spec) -> Birth {
 
 // === impl Sandbox ===
 
-/// A sandbox that lives. Dropping it ends all of it.
+/// A live sandbox. Dropping it ends all of it.
 #[derive(Debug)]
 pub struct Sandbox {
-    /// One question at a time; each is answered before the next.
+    /// One request at a time; each is answered before the next.
     init: Mutex<OwnedFd>,
     pidfd: OwnedFd,
     root: OwnedFd,
     /// `None` once the sandbox is dropped.
     mount_namespace: Option<OwnedFd>,
-    identity: Identity,
-    /// Its processes are an image's, and behind a filter that only a tool puts on: files show their memory, or it was written
-    /// while they were brought back.
+    identity: UnixIdentity,
+    /// Its processes come from an image, and are behind a filter that only a tool sets. Files are
+    /// mapped as their memory, or it was written while they were restored.
     is_of_image: AtomicBool,
-    endings: Endings,
+    endings: EndingQueue,
 }
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        // Ended already is as good.
+        // It may have ended already.
         let _ = self.end();
         if let (Some(mount_namespace), Ok(init)) = (self.mount_namespace.take(), self.pidfd.try_clone()) {
             self.endings.release_later(init, mount_namespace);
@@ -489,33 +507,33 @@ impl Drop for Sandbox {
 }
 
 impl Sandbox {
-    /// Of its first process. Readable once the sandbox has ended.
+    /// Returns the pidfd of its first process. Readable once the sandbox has ended.
     pub fn init_pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
-    /// Whether its processes are as an image brought them back, in a way that another image could not say.
+    /// Whether its processes come from an image, in a way that another image could not describe.
     pub fn is_of_image(&self) -> bool {
         self.is_of_image.load(Ordering::Relaxed)
     }
 
-    /// Whose it is.
-    pub fn identity(&self) -> Identity {
+    /// Returns its owner.
+    pub fn identity(&self) -> UnixIdentity {
         self.identity
     }
 
-    /// Kills everything in it. Returns at once; `init_pidfd` tells when it is done.
+    /// Kills everything in it. Returns at once. `init_pidfd` shows when it is done.
     pub fn end(&self) -> io::Result<()> {
         Ok(pidfd_send_signal(&self.pidfd, Signal::KILL)?)
     }
 
-    /// Starts a program and returns when it runs. Not for one that is frozen: its init, which starts programs, is frozen
-    /// with it.
-    pub fn run(&self, program: &Program<'_>) -> Result<Task, SandboxError> {
+    /// Starts a program and returns when it runs. Not for a frozen sandbox: its init, which starts
+    /// programs, is frozen, too.
+    pub fn run(&self, program: &SandboxProgram<'_>) -> Result<SandboxTask, SandboxError> {
         let standard = [(0, program.stdin), (1, program.stdout), (2, program.stderr), (3, program.listener)];
         let fds = standard.into_iter().filter_map(|(number, fd)| Some((number, fd?)));
         let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = fds.unzip();
-        let run = Run {
+        let run = RunRequest {
             argv: bytes(&program.argv),
             env: variables(&program.env),
             directory: program.directory.clone(),
@@ -525,18 +543,18 @@ impl Sandbox {
             open_files_max: program.open_files_max,
             small_pages: has_small_pages(),
             has_terminal: program.has_terminal,
-            role: Role::Tenant,
+            role: ProcessRole::Tenant,
         };
-        self.ask(&Ask::Run(run), &fds)
+        self.ask(&InitRequest::Run(run), &fds)
     }
 
     /// Starts a tool of the keeper's.
-    pub(crate) fn run_tool(&self, tool: &Tool<'_>) -> Result<Task, SandboxError> {
+    pub(crate) fn run_tool(&self, tool: &SandboxTool<'_>) -> Result<SandboxTask, SandboxError> {
         let is_of_image = !tool.shown.is_empty() || !tool.fills.is_empty();
         self.is_of_image.fetch_or(is_of_image, Ordering::Relaxed);
         let with_program = [(TOOL_FD, tool.program)].into_iter().chain(tool.fds.iter().copied());
         let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = with_program.unzip();
-        let run = Run {
+        let run = RunRequest {
             argv: bytes(&tool.argv),
             env: variables(&tool.env),
             directory: "/".into(),
@@ -546,7 +564,7 @@ impl Sandbox {
             open_files_max: 0,
             small_pages: has_small_pages(),
             has_terminal: false,
-            role: Role::Tool {
+            role: ProcessRole::Tool {
                 program: TOOL_FD,
                 takes_into: tool.takes_into,
                 brings_back: tool.brings_back,
@@ -555,60 +573,64 @@ impl Sandbox {
                 shm: tool.shm,
             },
         };
-        self.ask(&Ask::Run(run), &fds)
+        self.ask(&InitRequest::Run(run), &fds)
     }
 
-    /// A process in it that was not started by `run`: one that an image brought back.
-    pub fn adopt(&self, pid: u32) -> Result<Task, SandboxError> {
-        self.ask(&Ask::Adopt { pid }, &[])
+    /// Returns a process in it that was not started by `run`: one that was restored from an image.
+    pub fn adopt(&self, pid: u32) -> Result<SandboxTask, SandboxError> {
+        self.ask(&InitRequest::Adopt { pid }, &[])
     }
 
-    /// What came of a restore whose tool has ended since.
-    pub(crate) fn restored(&self) -> Result<Restored, SandboxError> {
-        match self.tell(&Ask::Restored, &[])? {
-            (Told::Restored { errno, wrong_rights }, _) => {
+    /// Returns the result of a restore whose tool has ended since.
+    pub(crate) fn restored(&self) -> Result<FailedRestore, SandboxError> {
+        match self.tell(&InitRequest::Restored, &[])? {
+            (InitReply::Restored { errno, wrong_rights }, _) => {
                 let filled = errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)));
-                Ok(Restored { filled, wrong_rights })
+                Ok(FailedRestore { filled, wrong_rights })
             }
             _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
         }
     }
 
-    /// What came of keeping the files in its `/dev/shm`, once the tool that was to do so has ended.
+    /// Returns the result of keeping the files in its `/dev/shm`, once the tool for it has ended.
     pub(crate) fn kept(&self) -> Result<io::Result<()>, SandboxError> {
-        match self.tell(&Ask::Kept, &[])? {
-            (Told::Kept { errno }, _) => {
+        match self.tell(&InitRequest::Kept, &[])? {
+            (InitReply::Kept { errno }, _) => {
                 Ok(errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))))
             }
             _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
         }
     }
 
-    fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<Task, SandboxError> {
+    fn ask(&self, ask: &InitRequest, fds: &[BorrowedFd<'_>]) -> Result<SandboxTask, SandboxError> {
         match self.tell(ask, fds)? {
-            (Told::Runs { pid }, fds) => {
+            (InitReply::Runs { pid }, fds) => {
                 let mut fds = fds.into_iter();
                 match (fds.next(), fds.next()) {
-                    (Some(pidfd), Some(end)) => Ok(Task { pid, pidfd, end }),
+                    (Some(pidfd), Some(end)) => Ok(SandboxTask { pid, pidfd, end }),
                     _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
                 }
             }
-            (Told::NotRun { step, errno }, _) => {
+            (InitReply::NotRun { step, errno }, _) => {
                 Err(SandboxError::Run { step, error: io::Error::from_raw_os_error(errno) })
             }
             _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
         }
     }
 
-    fn tell(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(Told, Vec<OwnedFd>), SandboxError> {
+    fn tell(
+        &self,
+        ask: &InitRequest,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(InitReply, Vec<OwnedFd>), SandboxError> {
         let init = self.init.lock();
         let answered = channel::send(&*init, ask, fds)
-            .and_then(|()| channel::receive_within::<Told>(&*init, RUN_TIMEOUT));
+            .and_then(|()| channel::receive_within::<InitReply>(&*init, RUN_TIMEOUT));
         drop(init);
         match answered {
             Ok(Some(told)) => Ok(told),
             Ok(None) => Err(SandboxError::Ended(io::ErrorKind::BrokenPipe.into())),
-            // What it may still answer would be taken for the answer to the next question.
+            // A late answer would be taken for the answer to the next request.
             Err(error) => {
                 let _ = self.end();
                 Err(SandboxError::Ended(error))
@@ -616,27 +638,28 @@ impl Sandbox {
         }
     }
 
-    /// Begins to record which files are opened in it beneath some places. Before its first program.
-    pub fn record_reads(&self, terms: WatchTerms) -> ReadRecorder {
-        ReadRecorder::start(&self.root, terms)
+    /// Its root directory.
+    pub(crate) fn root(&self) -> &OwnedFd {
+        &self.root
     }
 
-    /// A pipe for what a program in it writes: its end to read, and its end to write. It belongs to the tenant, so that
-    /// programs can open it again as `/dev/stdout`, and CRIU can give it to those it brings back.
+    /// Makes a pipe for the output of a program in it: its end to read, and its end to write. It
+    /// belongs to the tenant. So programs can open it again as `/dev/stdout`, and CRIU can give it
+    /// to restored processes.
     pub fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         self.give(&write)?;
         Ok((read, write))
     }
 
-    /// The same for what a program in it reads: its end to read, and its end to write.
+    /// Makes a pipe for the input of a program in it: its end to read, and its end to write.
     pub fn pipe_in(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         self.give(&read)?;
         Ok((read, write))
     }
 
-    /// A terminal of its own: its end for who looks at it, and its end for a program.
+    /// Makes a terminal of its own: its end for a client, and its end for a program.
     pub fn terminal(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         let (ours, theirs) = terminal::open(self.root.as_fd())?;
         self.give(&theirs)?;
@@ -645,48 +668,50 @@ impl Sandbox {
 
     /// Makes it the tenant's.
     fn give(&self, fd: &OwnedFd) -> io::Result<()> {
-        let Identity { uid, gid } = self.identity;
+        let UnixIdentity { uid, gid } = self.identity;
         let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
         Ok(rustix::fs::fchown(fd, Some(uid), Some(gid))?)
     }
 
-    /// Kills all processes of the session that this one began, whether or not it lives itself.
+    /// Kills all processes of the session that this one began, whether or not it still lives.
     pub fn end_session(&self, pid: u32) -> Result<(), SandboxError> {
-        match self.tell(&Ask::EndSession { pid }, &[])? {
-            (Told::SessionEnded, _) => Ok(()),
+        match self.tell(&InitRequest::EndSession { pid }, &[])? {
+            (InitReply::SessionEnded, _) => Ok(()),
             _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
         }
     }
 
-    /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, at most 107
-    /// bytes long, which must not be in sight in the sandbox; whoever connects there is queued, whether or not the program runs.
+    /// Makes a socket in its network that a program can be given to listen on. It is bound to
+    /// `path` on the node, at most 107 bytes long. The sandbox must not see that path. Connections
+    /// there are queued, whether or not the program runs.
     pub fn listener(&self, path: &Path) -> io::Result<OwnedFd> {
         network::listener(self.pidfd.as_fd(), path)
     }
 
-    /// The same on a port of its loopback. 0: a free one.
+    /// As `listener`, on a port of its loopback. 0: a free one.
     pub fn port_listener(&self, port: u16) -> io::Result<OwnedFd> {
         network::port_listener(self.pidfd.as_fd(), port)
     }
 
-    /// Sockets that listen in its network at these addresses, not blocking. Who connects to one of them in the sandbox,
-    /// whosever address it is, comes there and nowhere else.
+    /// Makes non-blocking sockets that listen in its network at these addresses. A connection from
+    /// the sandbox to such an address always arrives there, even if the address belongs to another
+    /// host.
     pub fn outlets(&self, addresses: &[SocketAddr]) -> io::Result<Vec<OwnedFd>> {
         network::outlets(self.pidfd.as_fd(), addresses)
     }
 
-    /// Takes every connection that a program in it makes to an address that is not its loopback, whosever it is.
-    pub fn capture(&self) -> io::Result<Capture> {
+    /// Captures every connection that a program in it makes to an address outside of its loopback.
+    pub fn capture(&self) -> io::Result<NetworkCapture> {
         network::capture(self.pidfd.as_fd())
     }
 
-    /// A connection to what listens in it, not blocking. `WouldBlock`: its queue is full.
-    pub fn connect(&self, address: &Address) -> io::Result<OwnedFd> {
+    /// Connects to a listener in it, non-blocking. `WouldBlock`: its queue is full.
+    pub fn connect(&self, address: &SandboxAddress) -> io::Result<OwnedFd> {
         network::connect(self.pidfd.as_fd(), self.root.as_fd(), self.identity.uid, address)
     }
 }
 
-/// Whether this process has no transparent huge pages, and so what it runs has none.
+/// Whether this process has no transparent huge pages, and so its programs have none.
 fn has_small_pages() -> bool {
     rustix::thread::transparent_huge_pages_are_disabled().unwrap_or(false)
 }

@@ -1,21 +1,24 @@
-//! Connections to the Unix sockets of servers that run by themselves: sites of kind http with `unix:/path`.
+//! Connections to the Unix sockets of independent servers: sites of kind http with `unix:/path`.
 //!
-//! The edge sees no file system in which such a socket could lie, so it asks by the site's name. The connection is made with the
-//! edge's rights: it gains nothing by asking, and the server is told that the edge connects. A tenant that can put a link in
-//! the place of its socket leads the edge nowhere else by it (`tenant_path`). It blocks: call it from `workers`.
+//! The edge sees no file system with such a socket, so it names the site. The connection is made
+//! with the edge's rights, so it gains nothing by this. The server sees the edge as its peer. A
+//! tenant that can replace its socket by a link leads the edge nowhere else by it (`tenant_path`).
+//! It blocks: call it from `workers`.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use crate::fault::{self, Fault};
-use crate::protocol::Failure;
-use crate::relay::socket::{as_peer, connect_file};
-use crate::sys::Identity;
-use crate::tenant_path::open_server_socket;
+use nagaya_keeper_api::protocol::FailureKind;
 
-/// `home`: of the tenant whose site it is. `whose`: with whose rights; `None`: the keeper's own.
-pub fn connect(path: &Path, home: Option<&Path>, whose: Option<Identity>) -> Result<OwnedFd, Fault> {
+use crate::fault::{self, Fault};
+use crate::paths::tenant_path::open_server_socket;
+use crate::relay::socket::{as_peer, connect_file};
+use crate::sys::UnixIdentity;
+
+/// Connects. `home`: of the tenant whose site it is. `whose`: with whose rights; `None`: the
+/// keeper's own.
+pub fn connect(path: &Path, home: Option<&Path>, whose: Option<UnixIdentity>) -> Result<OwnedFd, Fault> {
     let trusted = match whose {
         Some(_) => 0,
         None => rustix::process::geteuid().as_raw(),
@@ -28,7 +31,7 @@ pub fn connect(path: &Path, home: Option<&Path>, whose: Option<Identity>) -> Res
     connected.map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => {
             let message = format!("the queue of {} is full", path.display());
-            Fault::new(Failure::Busy, fault::SERVER_SOCKET, message)
+            Fault::new(FailureKind::Busy, fault::SERVER_SOCKET, message)
         }
         _ => Fault::of_path(fault::SERVER_SOCKET, "cannot connect to", path, error),
     })

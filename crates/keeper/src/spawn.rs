@@ -1,7 +1,7 @@
-//! Starting programs: CGI, PHP workers, applications. Pipes and sockets are wired here.
+//! Starts programs: CGI, PHP workers, applications. Pipes and sockets are connected here.
 //!
 //! All of it blocks for up to a millisecond: call it from `workers`. Not here: who may start what
-//! (`engine`), how long it lives (`process`), the system calls (`sys`).
+//! (`verbs`), how long it lives (`process`), the system calls (`sys`).
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, OsStr};
@@ -12,8 +12,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nagaya_cmdb::record::App;
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::record::App;
+use nagaya_records::{Site, Tenant};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::pipe::PipeFlags;
@@ -22,29 +23,16 @@ use crate::cells::Leaf;
 use crate::cgi;
 use crate::enclosure::{Enclosure, Enclosures};
 use crate::fault::{self, Fault};
-use crate::gate::{self, Gate, Passage, ScriptRule};
-use crate::process::Root;
-use crate::protocol::Failure;
-use crate::roots;
-use crate::sys::{self, Identity, Image, SpawnError, Step};
-use crate::tenant_path::PathOwner;
+use crate::gate::{self, GatedWorker, ScriptGate, ScriptRule};
+use crate::paths::roots;
+use crate::paths::tenant_path::PathOwner;
+use crate::process::{StartedProgram, TreeRoot};
+use crate::sys::{self, ExecPlan, SpawnError, SpawnStep, UnixIdentity};
 
-/// A started program and the keeper's and the edge's ends of what it talks through.
-#[derive(Debug)]
-pub struct Started {
-    pub root: Root,
-    /// What it writes for the log.
-    pub log: OwnedFd,
-    /// For the edge, in the order the protocol names them.
-    pub fds: Vec<OwnedFd>,
-    /// What it runs in, as long as it runs.
-    pub enclosure: Option<Arc<Enclosure>>,
-}
-
-/// For whom a program runs.
+/// Rights and limits of a program.
 #[derive(Debug, Clone)]
-pub struct Runner {
-    pub identity: Option<Identity>,
+pub struct RunAs {
+    pub identity: Option<UnixIdentity>,
     pub open_files_max: u64,
 }
 
@@ -54,10 +42,10 @@ pub fn cgi(
     tenant: &Tenant,
     script: &str,
     env: Vec<(String, String)>,
-    runner: &Runner,
+    runner: &RunAs,
     (leaf, enclosures): (&Leaf, &Enclosures),
-) -> Result<Started, Fault> {
-    let files = site.backend.files().expect("the engine starts only sites of kind cgi here");
+) -> Result<StartedProgram, Fault> {
+    let files = site.backend.files().expect("the verb starts only sites of kind cgi here");
     let found = roots::find_script(site, tenant, runner.identity, script)?;
     let env = cgi::environment(env, &roots::root_path(files, tenant)?, script, &files.env)?;
     let program = c_text(found.path.as_os_str())?;
@@ -66,7 +54,8 @@ pub fn cgi(
         let (stdin, to_program) = pipe()?;
         let (from_program, stdout) = pipe()?;
         let (log, stderr) = pipe()?;
-        // The edge waits for readiness; the program must not learn of that, so only our ends are changed.
+        // The edge waits for readiness. The program must not notice that, so only our ends are
+        // changed.
         for ours in [&to_program, &from_program] {
             rustix::io::ioctl_fionbio(ours, true)?;
         }
@@ -74,7 +63,7 @@ pub fn cgi(
     };
     let (stdin, to_program, from_program, stdout, log, stderr) = wire().map_err(|e| not_wired(script, &e))?;
     let enclosure = enclosures.of(tenant, runner.identity)?;
-    let child = sys::spawn(&Image {
+    let child = sys::spawn(&ExecPlan {
         programs: std::slice::from_ref(&program),
         args: std::slice::from_ref(&program),
         env: &env,
@@ -88,26 +77,27 @@ pub fn cgi(
         filter: enclosures.call_filter(),
     })
     .map_err(|error| not_started(&found.path, error))?;
-    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program], enclosure })
+    Ok(StartedProgram { root: TreeRoot::Child(child), log, fds: vec![to_program, from_program], enclosure })
 }
 
-/// What a PHP worker is started with.
+/// Parameters of a PHP worker.
 pub struct PhpStart {
     pub php_cgi: PathBuf,
-    /// Where its socket has a name for a moment.
+    /// Directory in which its socket has a name for a moment.
     pub sockets: Arc<OwnedFd>,
-    pub gate: Gate,
-    /// What it may be given.
+    pub gate: ScriptGate,
+    /// The scripts that it may be given.
     pub scripts: Arc<ScriptRule>,
     pub enclosures: Arc<Enclosures>,
 }
 
-/// Settings without which PHP runs another file than the one the gate has looked at: `main/fopen_wrappers.c` and
-/// `sapi/cgi/cgi_main.c` of PHP.
+/// Settings without which PHP runs another file than the one the gate has checked:
+/// `main/fopen_wrappers.c` and `sapi/cgi/cgi_main.c` of PHP.
 const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d", c"cgi.fix_pathinfo=1"];
 
-/// Starts a PHP worker whose first connection is already made. Its socket has a path only until then.
-pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> Result<Started, Fault> {
+/// Starts a PHP worker whose first connection is already made. Its socket has a path only until
+/// then.
+pub fn php(start: &PhpStart, tenant: &Tenant, runner: &RunAs, leaf: &Leaf) -> Result<StartedProgram, Fault> {
     let PhpStart { php_cgi, sockets, gate, scripts, enclosures } = start;
     let enclosure = enclosures.of(tenant, runner.identity)?;
     let wire = || -> io::Result<_> {
@@ -120,19 +110,23 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> R
     let (worker, log, stderr, ours, edges) = wire().map_err(|e| not_wired("php-cgi", &e))?;
     let ListeningWorker { listener, door, connection } = worker;
     let program = c_text(php_cgi.as_os_str())?;
-    let args: Vec<CString> =
+    let mut args: Vec<CString> =
         std::iter::once(program.as_c_str()).chain(PHP_SETTINGS).map(CStr::to_owned).collect();
+    if let Some(sendmail) = enclosure.as_deref().and_then(Enclosure::sendmail) {
+        args.push(c"-d".to_owned());
+        args.push(cgi::variable("sendmail_path", format!("\"{} -t -i\"", sendmail.display()).as_bytes())?);
+    }
     let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
     let mut env = vec![
         cgi::variable("PATH", cgi::PATH.as_bytes())?,
-        // One process for one connection; the edge decides how many requests it serves.
+        // One process for one connection. The edge decides how many requests it serves.
         c"PHP_FCGI_CHILDREN=0".to_owned(),
         c"PHP_FCGI_MAX_REQUESTS=0".to_owned(),
     ];
     if let Some(home) = &tenant.home {
         env.push(cgi::variable("HOME", home.as_os_str().as_bytes())?);
     }
-    let child = sys::spawn(&Image {
+    let child = sys::spawn(&ExecPlan {
         programs: std::slice::from_ref(&program),
         args: &args,
         env: &env,
@@ -146,27 +140,27 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> R
         filter: enclosures.call_filter(),
     })
     .map_err(|error| match (error.step, error.error.kind()) {
-        (Step::Program, io::ErrorKind::NotFound) => Fault::new(
-            Failure::Broken,
+        (SpawnStep::Program, io::ErrorKind::NotFound) => Fault::new(
+            FailureKind::Broken,
             fault::NO_PHP,
             format!("there is no {}: install php-cgi, or set its path", php_cgi.display()),
         ),
         _ => not_started(php_cgi, error),
     })?;
-    let root = Root::Child(child);
+    let root = TreeRoot::Child(child);
     let whose = tenant.name.to_string();
-    let passage = Passage { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
+    let passage = GatedWorker { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
     if let Err(error) = gate.open(passage) {
         // Nothing could be sent to it. Its tree is ended with its cell.
         let _ = root.kill();
-        return Err(Fault::new(Failure::Busy, fault::SPAWN, error.to_string()));
+        return Err(Fault::new(FailureKind::Busy, fault::SPAWN, error.to_string()));
     }
-    Ok(Started { root, log, fds: vec![edges], enclosure })
+    Ok(StartedProgram { root, log, fds: vec![edges], enclosure })
 }
 
-/// Where an application is told to listen.
+/// The address at which an application is to listen.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Address {
+pub enum AppAddress {
     Socket(PathBuf),
     /// On the loopback address.
     Port(u16),
@@ -174,19 +168,20 @@ pub enum Address {
     Inherited(PathBuf),
 }
 
-/// Says to a program which of its descriptors are sockets to listen on: number 3 (sd_listen_fds(3)). It must be told its own
-/// number, which is known only once there is a process.
+/// Shell command that sets the variable for descriptor 3, the socket to listen on
+/// (sd_listen_fds(3)). The variable holds the program's own number, which is known only once there
+/// is a process.
 const WITH_ITS_PID: &str = "export LISTEN_PID=$$; exec \"$0\" \"$@\"";
 
 /// Starts an application. Its standard output and error both go to the log.
 pub fn app(
     app: &App,
     tenant: &Tenant,
-    address: &Address,
+    address: &AppAddress,
     listener: Option<OwnedFd>,
-    runner: &Runner,
+    runner: &RunAs,
     leaf: &Leaf,
-) -> Result<Started, Fault> {
+) -> Result<StartedProgram, Fault> {
     let command = app_command(app, address)?;
     let mut env = app_environment(app, tenant, address);
     env.extend(secrets(app, tenant, runner)?);
@@ -205,7 +200,7 @@ pub fn app(
         Ok((OwnedFd::from(File::open("/dev/null")?), pipe()?, listener))
     };
     let (nothing, (log, output), listener) = wire().map_err(|e| not_wired(program, &e))?;
-    let child = sys::spawn(&Image {
+    let child = sys::spawn(&ExecPlan {
         programs: &programs,
         args: &args.iter().map(|arg| c_text(OsStr::new(arg))).collect::<Result<Vec<_>, _>>()?,
         env: &env.collect::<Result<Vec<_>, _>>()?,
@@ -216,64 +211,65 @@ pub fn app(
         entrance: leaf.entrance(),
         namespaces: &[],
         open_files_max: runner.open_files_max,
-        // Without a sandbox nothing is refused to applications; that is said at the start.
+        // Without a sandbox nothing is refused to applications. This is logged at the start.
         filter: &[],
     })
     .map_err(|error| not_started(Path::new(program), error))?;
-    Ok(Started { root: Root::Child(child), log, fds: Vec::new(), enclosure: None })
+    Ok(StartedProgram { root: TreeRoot::Child(child), log, fds: Vec::new(), enclosure: None })
 }
 
-/// Program and arguments, with the place to listen at filled in.
-pub fn app_command(app: &App, address: &Address) -> Result<Vec<String>, Fault> {
+/// Returns program and arguments, with the listening address filled in.
+pub fn app_command(app: &App, address: &AppAddress) -> Result<Vec<String>, Fault> {
     let fill = |text: &String| match address {
-        Address::Socket(path) => text.replace("{socket}", &path.to_string_lossy()),
-        Address::Port(port) => text.replace("{port}", &port.to_string()),
-        Address::Inherited(_) => text.clone(),
+        AppAddress::Socket(path) => text.replace("{socket}", &path.to_string_lossy()),
+        AppAddress::Port(port) => text.replace("{port}", &port.to_string()),
+        AppAddress::Inherited(_) => text.clone(),
     };
     let command: Vec<String> = app.command.iter().map(fill).collect();
     match command.first() {
         Some(program) if !program.is_empty() => Ok(command),
-        _ => Err(Fault::new(Failure::Broken, fault::SPAWN, "its command is empty: name a program")),
+        _ => Err(Fault::new(FailureKind::Broken, fault::SPAWN, "its command is empty: name a program")),
     }
 }
 
-/// Its variables, without its secrets.
-pub fn app_environment(app: &App, tenant: &Tenant, address: &Address) -> BTreeMap<String, String> {
+/// Returns its variables, without its secrets.
+pub fn app_environment(app: &App, tenant: &Tenant, address: &AppAddress) -> BTreeMap<String, String> {
     let mut env = BTreeMap::from([
         ("PATH".to_owned(), cgi::PATH.to_owned()),
         ("HOME".to_owned(), home(tenant).to_string_lossy().into_owned()),
     ]);
     env.extend(app.env.clone());
     let (name, value) = match address {
-        Address::Socket(path) => ("NAGAYA_SOCKET", path.to_string_lossy().into_owned()),
-        Address::Port(port) => ("PORT", port.to_string()),
-        Address::Inherited(_) => ("LISTEN_FDS", "1".to_owned()),
+        AppAddress::Socket(path) => ("NAGAYA_SOCKET", path.to_string_lossy().into_owned()),
+        AppAddress::Port(port) => ("PORT", port.to_string()),
+        AppAddress::Inherited(_) => ("LISTEN_FDS", "1".to_owned()),
     };
     env.insert(name.to_owned(), value);
     env
 }
 
-/// What an absolute directory of a record replaces.
+/// Returns the default for a directory that a record does not set.
 pub fn home(tenant: &Tenant) -> &Path {
     tenant.home.as_deref().unwrap_or(Path::new("/"))
 }
 
-/// Variables from files, read with the tenant's own rights: a record cannot be made to tell another's secrets.
-pub fn secrets(app: &App, tenant: &Tenant, runner: &Runner) -> Result<Vec<(String, String)>, Fault> {
+/// Reads variables from files, with the tenant's own rights: a record cannot reveal another
+/// tenant's secrets.
+pub fn secrets(app: &App, tenant: &Tenant, runner: &RunAs) -> Result<Vec<(String, String)>, Fault> {
     let owner = PathOwner::of(tenant, runner.identity);
     let read = |(name, file): (&String, &PathBuf)| {
         let text = owner.open_file(file).and_then(read_short);
         let text = text.map_err(|error| {
             Fault::of_path(fault::SECRET, "cannot read the secret in", &home(tenant).join(file), error)
         })?;
-        // Editors end the last line; the secret is not longer for that.
+        // Editors end the last line with a line break, which is no part of the secret.
         let text = text.strip_suffix('\n').unwrap_or(&text);
         Ok((name.clone(), text.strip_suffix('\r').unwrap_or(text).to_owned()))
     };
     app.secrets.iter().map(read).collect()
 }
 
-/// Longest secret, bytes; a key of any kind is shorter.
+/// Maximum length of a secret, bytes. A key of any kind is shorter.
 const SECRET_LEN_MAX: u64 = 64 * 1024;
 
 fn read_short(file: File) -> io::Result<String> {
@@ -288,7 +284,8 @@ fn read_short(file: File) -> io::Result<String> {
     Ok(text)
 }
 
-/// The paths a program's name can mean: itself if it has a `/`, else one for each directory of `PATH`.
+/// Returns the paths that a program's name can mean: itself with a `/`, else one for each directory
+/// of `PATH`.
 fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
     if program.contains('/') {
         return Ok(vec![c_text(OsStr::new(program))?]);
@@ -299,7 +296,8 @@ fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
 /// The socket of a worker, with one connection waiting in it.
 struct ListeningWorker {
     listener: OwnedFd,
-    /// The same as a path, which has no name any more: more connections can be made through it.
+    /// The socket opened as a path, which has no name any more. More connections can be made
+    /// through it.
     door: OwnedFd,
     /// The other end of the one connection.
     connection: OwnedFd,
@@ -309,7 +307,8 @@ fn connected_listener(sockets: &OwnedFd) -> io::Result<ListeningWorker> {
     let mut random = [0; 16];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
     let name = format!("w{:032x}", u128::from_ne_bytes(random));
-    // Through the directory's descriptor: the path to it may be longer than a socket address can be.
+    // Through the directory's descriptor: the path to it may be longer than a socket address can
+    // be.
     let address = SocketAddrUnix::new(format!("/proc/self/fd/{}/{name}", sockets.as_raw_fd()))?;
     let socket = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let listener = above_stdio(socket(SocketFlags::CLOEXEC)?)?;
@@ -337,7 +336,8 @@ pub fn open_directory(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(CWD, path, flags, Mode::empty())?)
 }
 
-/// A pipe whose ends are not among the standard three, so that wiring a child cannot overwrite one.
+/// Makes a pipe whose ends are not among the standard three, so that wiring a child cannot
+/// overwrite one.
 fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
     let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     Ok((above_stdio(read)?, above_stdio(write)?))
@@ -349,37 +349,42 @@ fn above_stdio(fd: OwnedFd) -> io::Result<OwnedFd> {
 
 fn c_text(text: &OsStr) -> Result<CString, Fault> {
     CString::new(text.as_bytes()).map_err(|_| {
-        Fault::new(Failure::Broken, fault::SPAWN, format!("'{}' has a NUL byte", text.to_string_lossy()))
+        Fault::new(FailureKind::Broken, fault::SPAWN, format!("'{}' has a NUL byte", text.to_string_lossy()))
     })
 }
 
 fn not_wired(what: &str, error: &io::Error) -> Fault {
     let message = format!("cannot make the pipes of '{what}': {error}; is the limit on open files reached?");
-    Fault::new(Failure::Busy, fault::SPAWN, message)
+    Fault::new(FailureKind::Busy, fault::SPAWN, message)
 }
 
 fn not_started(program: &Path, SpawnError { step, error }: SpawnError) -> Fault {
     let program = program.display();
     let (failure, why) = match (step, error.raw_os_error().map(rustix::io::Errno::from_raw_os_error)) {
         (_, Some(rustix::io::Errno::AGAIN | rustix::io::Errno::NOMEM)) => {
-            (Failure::Busy, "the limit on processes or memory is reached")
+            (FailureKind::Busy, "the limit on processes or memory is reached")
         }
-        (Step::Directory, _) => (Failure::Forbidden, "its directory cannot be entered by the tenant"),
-        (Step::Program, Some(rustix::io::Errno::ACCESS)) => {
-            (Failure::Forbidden, "the tenant may not execute it or its '#!' interpreter")
+        (SpawnStep::Directory, _) => {
+            (FailureKind::Forbidden, "its directory cannot be entered by the tenant")
         }
-        (Step::Program, Some(rustix::io::Errno::NOENT)) => {
-            (Failure::Broken, "it, or the interpreter its first line names, does not exist")
+        (SpawnStep::Program, Some(rustix::io::Errno::ACCESS)) => {
+            (FailureKind::Forbidden, "the tenant may not execute it or its '#!' interpreter")
         }
-        (Step::Program, Some(rustix::io::Errno::NOEXEC)) => {
-            (Failure::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
+        (SpawnStep::Program, Some(rustix::io::Errno::NOENT)) => {
+            (FailureKind::Broken, "it, or the interpreter its first line names, does not exist")
         }
-        (Step::Namespaces, _) => (Failure::Broken, "it cannot enter its tenant's namespaces"),
-        (Step::Filter, _) => {
-            (Failure::Broken, "it gets no filter of system calls; see `programs_system_calls` in [keeper]")
+        (SpawnStep::Program, Some(rustix::io::Errno::NOEXEC)) => {
+            (FailureKind::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
         }
-        (Step::Clone | Step::Fence, _) => (Failure::Broken, "no process can be made in a cgroup of its own"),
-        _ => (Failure::Broken, "the system refused a step on the way to it"),
+        (SpawnStep::Namespaces, _) => (FailureKind::Broken, "it cannot enter its tenant's namespaces"),
+        (SpawnStep::Filter, _) => (
+            FailureKind::Broken,
+            "it gets no filter of system calls; see `programs_system_calls` in [keeper]",
+        ),
+        (SpawnStep::Clone | SpawnStep::Fence, _) => {
+            (FailureKind::Broken, "no process can be made in a cgroup of its own")
+        }
+        _ => (FailureKind::Broken, "the system refused a step on the way to it"),
     };
     Fault::new(failure, fault::SPAWN, format!("cannot start {program}: {why} ({step:?}: {error})"))
 }

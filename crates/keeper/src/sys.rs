@@ -1,12 +1,13 @@
-//! The kernel calls no safe wrapper has: acting as a tenant on one thread, starting a program, reaping it.
+//! The kernel calls no safe wrapper has: acting as a tenant on one thread, starting a program,
+//! reaping it.
 //!
-//! Not here: what to start and for whom (`spawn`), the fence
-//! around it (`cells`).
+//! Not here: the programs and their owners (`spawn`), the cells that hold them (`cells`).
 //!
-//! Programs are started by `clone3` with `CLONE_VM | CLONE_VFORK`. Measured with the same calls from C, on
-//! 2 busy cores, median of 400 starts of `/bin/true`: with 100 MB of touched heap the call takes 0.07 ms
-//! against 0.9 ms for `fork`, which copies the page tables, and each page written afterwards faults; with
-//! 5 MB 0.07 ms against 0.10 ms. `posix_spawn` does the same and can neither drop rights nor join a cgroup.
+//! Programs are started by `clone3` with `CLONE_VM | CLONE_VFORK`. Measured with the same calls
+//! from C, on 2 busy cores, median of 400 starts of `/bin/true`: with 100 MB of touched heap the
+//! call takes 0.07 ms against 0.9 ms for `fork`, which copies the page tables, and each page
+//! written afterwards faults; with 5 MB 0.07 ms against 0.10 ms. `posix_spawn` does the same and
+//! can neither drop rights nor join a cgroup.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
@@ -16,11 +17,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use nagaya_keeper_api::protocol::ProcessExit;
 use nix::libc;
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
-
-use crate::protocol::Exit;
 
 /// Stack of a child between `clone3` and `execve`, in bytes. It runs one function of shallow calls.
 const CHILD_STACK_LEN: usize = 64 * 1024;
@@ -31,57 +29,59 @@ const SIGNAL_MAX: libc::c_int = 64;
 /// The kernel's `struct sigaction` of the default action: no handler, no flags, an empty mask.
 static DEFAULT: [u64; 4] = [0; 4];
 
-/// Exit status of a child that could not become its program, the shell's for "command not found".
+/// Exit status of a child that could not become its program. The shell uses it for "command not
+/// found".
 const EXIT_NOT_STARTED: libc::c_int = 127;
 
-/// Whose rights: a tenant's uid and gid.
+/// Uid and gid of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Identity {
+pub struct UnixIdentity {
     pub uid: u32,
     pub gid: u32,
 }
 
-/// How a child enters its cell. Both at once where some controllers are of cgroup v1. Nothing: its own process
-/// group is all there is.
+/// How a child enters its cell. Both ways apply where some controllers are of cgroup v1. Without
+/// any, it has only its own process group.
 #[derive(Debug, Clone, Default)]
-pub struct Entrance {
-    /// Born in this cgroup v2 directory.
+pub struct CellEntrance {
+    /// It is born in this cgroup v2 directory.
     pub born: Option<Arc<OwnedFd>>,
-    /// Writes itself into these cgroup v1 `tasks` files before anything else.
+    /// It writes itself into these cgroup v1 `tasks` files before anything else.
     pub tasks: Vec<Arc<OwnedFd>>,
 }
 
-/// Everything a child needs, made before it exists: between `clone3` and `execve` it may not allocate.
+/// Everything that a child needs. It is made before the child exists, which may not allocate
+/// between `clone3` and `execve`.
 #[derive(Debug)]
-pub struct Image<'a> {
+pub struct ExecPlan<'a> {
     /// Tried in this order until one exists.
     pub programs: &'a [CString],
     pub args: &'a [CString],
     pub env: &'a [CString],
     pub directory: &'a CStr,
-    /// None: keep the keeper's own uid, which is not root then.
-    pub identity: Option<Identity>,
+    /// `None`: keep the keeper's own uid, which is not root then.
+    pub identity: Option<UnixIdentity>,
     pub stdio: [BorrowedFd<'a>; 3],
     /// A socket to listen on, which it gets as descriptor 3. Not among the standard three.
     pub listener: Option<BorrowedFd<'a>>,
-    pub entrance: Entrance,
-    /// To be entered in this order, before its rights are given up.
+    pub entrance: CellEntrance,
+    /// Entered in this order, before its rights are given up.
     pub namespaces: &'a [BorrowedFd<'a>],
     pub open_files_max: u64,
-    /// Decides about each system call from its first instruction on. Empty: the kernel alone does.
+    /// Decides about each system call from its first instruction on. Empty for no filter.
     pub filter: &'a [libc::sock_filter],
 }
 
 /// A program that was started.
 #[derive(Debug)]
-pub struct Child {
+pub struct SpawnedChild {
     pub pid: rustix::process::Pid,
     pub pidfd: OwnedFd,
 }
 
-/// Where on its way to the program a child failed.
+/// The step on the way to the program at which a child failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum SpawnStep {
     Clone,
     Fence,
     Descriptors,
@@ -96,14 +96,14 @@ pub enum Step {
 #[derive(Debug, thiserror::Error)]
 #[error("{step:?}: {error}")]
 pub struct SpawnError {
-    pub step: Step,
+    pub step: SpawnStep,
     pub error: io::Error,
 }
 
-/// What the child reads and, if it fails, writes. It shares the keeper's memory while the thread that
-/// made it stands still.
-struct Shared<'a> {
-    image: &'a Image<'a>,
+/// Memory that the child reads and, if it fails, writes. The child shares the keeper's memory while
+/// the thread that made it is stopped.
+struct ChildShared<'a> {
+    image: &'a ExecPlan<'a>,
     programs: Vec<*const libc::c_char>,
     args: Vec<*const libc::c_char>,
     env: Vec<*const libc::c_char>,
@@ -112,13 +112,13 @@ struct Shared<'a> {
     errno: AtomicI32,
 }
 
-/// Starts a program and returns when it runs. Blocks the thread until then; the thread must outlive the
-/// program, because a child is killed when the thread that made it ends.
-pub fn spawn(image: &Image<'_>) -> Result<Child, SpawnError> {
+/// Starts a program and returns when it runs. Blocks the thread until then. The thread must outlive
+/// the program, because a child is killed when the thread that made it ends.
+pub fn spawn(image: &ExecPlan<'_>) -> Result<SpawnedChild, SpawnError> {
     let pointers = |list: &[CString]| {
         list.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect::<Vec<*const libc::c_char>>()
     };
-    let shared = Shared {
+    let shared = ChildShared {
         image,
         programs: pointers(image.programs),
         args: pointers(image.args),
@@ -131,12 +131,13 @@ pub fn spawn(image: &Image<'_>) -> Result<Child, SpawnError> {
     let signals = block_signals();
     let cloned = clone_child(&shared);
     restore_signals(&signals);
-    let child = cloned.map_err(|error| SpawnError { step: Step::Clone, error })?;
+    let child = cloned.map_err(|error| SpawnError { step: SpawnStep::Clone, error })?;
     let step = shared.step.load(Ordering::Relaxed);
     if step < 0 {
         return Ok(child);
     }
-    // It has exited already; reaping it here keeps the failure one answer. Its status says nothing new.
+    // It has exited already. Reaping it here leaves only one error to report. Its status says
+    // nothing new.
     let _ = reap(child.pidfd.as_raw_fd(), 0);
     Err(SpawnError {
         step: STEPS[usize::try_from(step).expect("checked above")],
@@ -144,15 +145,15 @@ pub fn spawn(image: &Image<'_>) -> Result<Child, SpawnError> {
     })
 }
 
-const STEPS: [Step; 8] = [
-    Step::Fence,
-    Step::Descriptors,
-    Step::Limits,
-    Step::Identity,
-    Step::Directory,
-    Step::Program,
-    Step::Namespaces,
-    Step::Filter,
+const STEPS: [SpawnStep; 8] = [
+    SpawnStep::Fence,
+    SpawnStep::Descriptors,
+    SpawnStep::Limits,
+    SpawnStep::Identity,
+    SpawnStep::Directory,
+    SpawnStep::Program,
+    SpawnStep::Namespaces,
+    SpawnStep::Filter,
 ];
 
 /// `struct clone_args` of `clone3(2)`, up to the field of Linux 5.7.
@@ -174,8 +175,9 @@ pub(crate) struct CloneArgs {
 
 pub(crate) const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
-fn clone_child(shared: &Shared<'_>) -> io::Result<Child> {
-    // Left uninitialised on purpose: touching 64 KiB for each child would cost more than the stack's use.
+fn clone_child(shared: &ChildShared<'_>) -> io::Result<SpawnedChild> {
+    // Left uninitialised on purpose: touching 64 KiB for each child would cost more than the
+    // stack's use.
     let mut stack = Vec::<u8>::with_capacity(CHILD_STACK_LEN);
     let base = (stack.as_mut_ptr() as usize).next_multiple_of(16);
     let mut pidfd: RawFd = -1;
@@ -191,31 +193,32 @@ fn clone_child(shared: &Shared<'_>) -> io::Result<Child> {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = cgroup.as_raw_fd() as u64;
     }
-    // SAFETY: `args` is a valid clone_args with a stack that lives until the child has left it: with
-    // CLONE_VFORK this thread resumes only after the child exec'd or exited. `become_program` never
-    // returns, reads `shared` (alive for the same reason) and writes only its atomics.
+    // SAFETY: `args` is a valid clone_args with a stack that lives until the child has left it:
+    // with CLONE_VFORK this thread resumes only after the child exec'd or exited. `become_program`
+    // never returns, reads `shared` (alive for the same reason) and writes only its atomics.
     let pid = unsafe { clone3(&args, shared) };
     if pid < 0 {
         return Err(io::Error::from_raw_os_error(i32::try_from(-pid).unwrap_or(libc::EIO)));
     }
-    // SAFETY: clone3 succeeded with CLONE_PIDFD, so it stored a new descriptor that nobody else owns.
+    // SAFETY: clone3 succeeded with CLONE_PIDFD, so it stored a new descriptor that nobody else
+    // owns.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
-    Ok(Child { pid: pid.expect("the kernel numbers processes from 1"), pidfd })
+    Ok(SpawnedChild { pid: pid.expect("the kernel numbers processes from 1"), pidfd })
 }
 
-/// The system call itself: in the parent it returns the child's pid or a negated errno; the child begins
-/// on its own stack and never comes back. No C library wraps `clone3`, and a wrapped `syscall()` cannot
-/// be used, because the child has no frame to return to on a new stack.
+/// The system call itself. In the parent it returns the child's pid or a negated errno. The child
+/// begins on its own stack and never comes back. No C library wraps `clone3`. A wrapped `syscall()`
+/// cannot be used, because the child has no frame to return to on a new stack.
 ///
 /// # Safety
-/// As for `clone3` with `CLONE_VM`: `args` names a stack that outlives the child's use of it, `shared`
-/// outlives the child's use of it.
+/// As for `clone3` with `CLONE_VM`: `args` names a stack that outlives the child's use of it,
+/// `shared` outlives the child's use of it.
 #[cfg(target_arch = "x86_64")]
-unsafe fn clone3(args: &CloneArgs, shared: &Shared<'_>) -> i64 {
+unsafe fn clone3(args: &CloneArgs, shared: &ChildShared<'_>) -> i64 {
     let result: i64;
-    // SAFETY: the kernel keeps all registers but rax, rcx and r11. The child has rax = 0, a stack aligned
-    // to 16 bytes as a call needs it, and calls a function that does not return.
+    // SAFETY: the kernel keeps all registers but rax, rcx and r11. The child has rax = 0, a stack
+    // aligned to 16 bytes as a call needs it, and calls a function that does not return.
     unsafe {
         std::arch::asm!(
             "syscall",
@@ -230,7 +233,7 @@ unsafe fn clone3(args: &CloneArgs, shared: &Shared<'_>) -> i64 {
             in("rdi") args,
             in("rsi") size_of::<CloneArgs>(),
             in("r12") shared,
-            in("r13") become_program as unsafe extern "C" fn(&Shared<'_>) -> !,
+            in("r13") become_program as unsafe extern "C" fn(&ChildShared<'_>) -> !,
             lateout("rcx") _,
             lateout("r11") _,
         );
@@ -241,10 +244,10 @@ unsafe fn clone3(args: &CloneArgs, shared: &Shared<'_>) -> i64 {
 /// # Safety
 /// See the version for x86-64.
 #[cfg(target_arch = "aarch64")]
-unsafe fn clone3(args: &CloneArgs, shared: &Shared<'_>) -> i64 {
+unsafe fn clone3(args: &CloneArgs, shared: &ChildShared<'_>) -> i64 {
     let result: i64;
-    // SAFETY: the kernel keeps all registers but x0. The child has x0 = 0 and calls a function that does
-    // not return.
+    // SAFETY: the kernel keeps all registers but x0. The child has x0 = 0 and calls a function that
+    // does not return.
     unsafe {
         std::arch::asm!(
             "svc #0",
@@ -258,23 +261,23 @@ unsafe fn clone3(args: &CloneArgs, shared: &Shared<'_>) -> i64 {
             in("x1") size_of::<CloneArgs>(),
             in("x8") libc::SYS_clone3,
             in("x9") shared,
-            in("x10") become_program as unsafe extern "C" fn(&Shared<'_>) -> !,
+            in("x10") become_program as unsafe extern "C" fn(&ChildShared<'_>) -> !,
             lateout("x30") _,
         );
     }
     result
 }
 
-/// The child, from its first instruction to its program. Only system calls: it shares memory, and so every
-/// lock another thread of the keeper may hold.
+/// The child, from its first instruction to its program. Only system calls: it shares memory, and
+/// so every lock another thread of the keeper may hold.
 ///
-/// While it shares memory it already runs under the tenant's uid for some microseconds. The kernel makes
-/// a process that changed its uid non-dumpable, so no other process of the tenant can look into it, and
-/// all signals stay blocked until none has a handler left.
+/// While it shares memory it already runs under the tenant's uid for some microseconds. The kernel
+/// makes a process that changed its uid non-dumpable, so no other process of the tenant can look
+/// into it, and all signals stay blocked until none has a handler left.
 ///
 /// # Safety
-/// To be entered by `clone3` only: it ends the calling process.
-unsafe extern "C" fn become_program(shared: &Shared<'_>) -> ! {
+/// Only `clone3` may enter it: it ends the calling process.
+unsafe extern "C" fn become_program(shared: &ChildShared<'_>) -> ! {
     // SAFETY: each call has valid arguments made before the clone; none allocates or locks.
     unsafe {
         let failed = run_steps(shared);
@@ -284,15 +287,15 @@ unsafe extern "C" fn become_program(shared: &Shared<'_>) -> ! {
     }
 }
 
-/// The index in `STEPS` of the step that failed; a success does not return.
+/// Returns the index in `STEPS` of the step that failed. A success does not return.
 ///
 /// # Safety
 /// In a fresh child only: it gives up descriptors and rights.
-unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
+unsafe fn run_steps(shared: &ChildShared<'_>) -> libc::c_int {
     let image = shared.image;
     // SAFETY: plain system calls on values that outlive them; see `become_program`.
     unsafe {
-        // The kernel's own call: the C library's refuses the two signals it keeps to itself.
+        // The kernel's own call: the C library's refuses the two signals that it reserves.
         for signal in 1..=SIGNAL_MAX {
             // KILL and STOP cannot be set, and have no handler either.
             libc::syscall(libc::SYS_rt_sigaction, signal, &raw const DEFAULT, ptr::null_mut::<u8>(), 8usize);
@@ -307,8 +310,9 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
                 return 6;
             }
         }
-        // Its own process group, in the keeper's session: a session of its own would make the scheduler's autogroups
-        // give each worker the share of a whole login (sched(7)), and the edge would starve between them.
+        // Its own process group, in the keeper's session. With a session of its own, the
+        // scheduler's autogroups would give each worker the share of a whole login (sched(7)). The
+        // edge would starve between them.
         libc::setpgid(0, 0);
         for (target, source) in (0..).zip(&image.stdio) {
             if libc::dup2(source.as_raw_fd(), target) < 0 {
@@ -337,7 +341,7 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());
-        // Last: what comes before is not all among what a program may do.
+        // Last, because a program may not do all of the earlier steps.
         if !put_on_filter(image.filter) {
             return 7;
         }
@@ -351,14 +355,14 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
     }
 }
 
-/// Gives a descriptor this number, to be kept by the program.
+/// Gives a descriptor this number, for the program to keep.
 ///
 /// # Safety
-/// In a fresh child only: what has the number now is closed.
+/// In a fresh child only: it closes the descriptor that has the number now.
 unsafe fn move_to(fd: RawFd, number: RawFd) -> bool {
     // SAFETY: plain system calls on numbers.
     unsafe {
-        // A descriptor that is moved to itself would keep its mark.
+        // A descriptor that is moved to itself would keep its close-on-exec flag.
         if fd == number { libc::fcntl(fd, libc::F_SETFD, 0) == 0 } else { libc::dup2(fd, number) == number }
     }
 }
@@ -371,14 +375,15 @@ unsafe fn set_limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
     unsafe { libc::syscall(libc::SYS_setrlimit, resource, &raw const limit) == 0 }
 }
 
-/// The raw calls, not the C library's: its wrappers change every thread they find in the shared memory.
+/// Uses the raw calls, not the C library's: its wrappers change every thread they find in the
+/// shared memory.
 ///
 /// # Safety
 /// In a fresh child only.
-unsafe fn take_identity(identity: Option<Identity>, parent: libc::pid_t) -> bool {
+unsafe fn take_identity(identity: Option<UnixIdentity>, parent: libc::pid_t) -> bool {
     // SAFETY: plain system calls without pointers.
     unsafe {
-        if let Some(Identity { uid, gid }) = identity
+        if let Some(UnixIdentity { uid, gid }) = identity
             && (libc::syscall(libc::SYS_setgroups, 0, ptr::null::<u32>()) < 0
                 || libc::syscall(libc::SYS_setresgid, gid, gid, gid) < 0
                 || libc::syscall(libc::SYS_setresuid, uid, uid, uid) < 0)
@@ -388,16 +393,16 @@ unsafe fn take_identity(identity: Option<Identity>, parent: libc::pid_t) -> bool
         // After the change of uid, which clears it.
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) == 0
-            // A keeper that died before that line left no one to send the signal.
+            // If the keeper died before that line, there is no one left to send the signal.
             && libc::getppid() == parent
     }
 }
 
-/// After `no_new_privs`, without which it takes a capability (seccomp(2)). Takes the kernel about 0.1 ms for the list of
-/// `sandbox::filter`, which it compiles.
+/// After `no_new_privs`, without which it takes a capability (seccomp(2)). Takes the kernel about
+/// 0.1 ms for the list of `sandbox::filter`, which it compiles.
 ///
 /// # Safety
-/// In a fresh child only: it stays on for good.
+/// In a fresh child only: the filter stays for good.
 unsafe fn put_on_filter(filter: &[libc::sock_filter]) -> bool {
     let Ok(len) = libc::c_ushort::try_from(filter.len()) else { return false };
     if len == 0 {
@@ -426,14 +431,14 @@ pub(crate) fn restore_signals(before: &libc::sigset_t) {
     }
 }
 
-/// How an ended child ended, and what it used. Blocks unless `WNOHANG` is among the flags; `None`: it
-/// still runs.
-fn reap(pidfd: RawFd, flags: libc::c_int) -> io::Result<Option<Exit>> {
+/// Returns how an ended child ended, and its use. Blocks unless `WNOHANG` is among the flags.
+/// `None` while it runs.
+fn reap(pidfd: RawFd, flags: libc::c_int) -> io::Result<Option<ProcessExit>> {
     // SAFETY: all zero is a valid value of both plain structures, and the kernel writes into them.
     let (mut info, mut usage): (libc::siginfo_t, libc::rusage) =
         unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
-    // The C library's waitid has no place for the usage.
-    // SAFETY: both pointers are to live values of the right types.
+    // The C library's waitid has no parameter for the usage. SAFETY: both pointers are to live
+    // values of the right types.
     let result = unsafe {
         libc::syscall(
             libc::SYS_waitid,
@@ -453,15 +458,16 @@ fn reap(pidfd: RawFd, flags: libc::c_int) -> io::Result<Option<Exit>> {
         return Ok(None);
     }
     let exited = info.si_code == libc::CLD_EXITED;
-    Ok(Some(Exit {
+    Ok(Some(ProcessExit {
         status: exited.then_some(status),
         signal: (!exited).then_some(status),
         cpu_us: micros(usage.ru_utime) + micros(usage.ru_stime),
+        out_of_memory: false,
     }))
 }
 
-/// How the child behind this descriptor ended; `None` while it runs.
-pub fn try_reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<Exit>> {
+/// Returns how the child behind this descriptor ended. `None` while it runs.
+pub fn try_reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<ProcessExit>> {
     reap(pidfd.as_raw_fd(), libc::WNOHANG)
 }
 
@@ -469,21 +475,22 @@ fn micros(time: libc::timeval) -> u64 {
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0)
 }
 
-/// Runs `look` with the tenant's rights on files, on this thread alone, and comes back to the keeper's.
+/// Runs `look` with the tenant's rights on files, on this thread alone, and returns to the
+/// keeper's.
 ///
 /// # Panics
-/// Never; a thread that cannot come back ends the process, for it would look with a tenant's rights for
-/// another tenant.
-pub fn as_tenant<R>(identity: Option<Identity>, look: impl FnOnce() -> R) -> io::Result<R> {
-    let Some(Identity { uid, gid }) = identity else { return Ok(look()) };
+/// Never. A thread that cannot return to the keeper's rights ends the process: it would act with
+/// one tenant's rights for another.
+pub fn as_tenant<R>(identity: Option<UnixIdentity>, look: impl FnOnce() -> R) -> io::Result<R> {
+    let Some(UnixIdentity { uid, gid }) = identity else { return Ok(look()) };
     let groups = own_groups()?;
-    let back = Restore { groups };
+    let back = RightsRestore { groups };
     // SAFETY: no pointers but a null one for an empty list. The raw call changes this thread alone.
     if unsafe { libc::syscall(libc::SYS_setgroups, 0, ptr::null::<u32>()) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: these calls take numbers, change this thread alone, and say only by asking again whether
-    // they did.
+    // SAFETY: these calls take numbers, change this thread alone, and show their success only when
+    // the value is read back.
     let taken = unsafe {
         libc::syscall(libc::SYS_setfsgid, gid);
         libc::syscall(libc::SYS_setfsuid, uid);
@@ -498,12 +505,12 @@ pub fn as_tenant<R>(identity: Option<Identity>, look: impl FnOnce() -> R) -> io:
     Ok(result)
 }
 
-/// Puts the keeper's own rights back, also when `look` panics.
-struct Restore {
+/// Restores the keeper's own rights, also when `look` panics.
+struct RightsRestore {
     groups: Vec<u32>,
 }
 
-impl Drop for Restore {
+impl Drop for RightsRestore {
     fn drop(&mut self) {
         // SAFETY: numbers, and a list that outlives the call.
         let back = unsafe {
@@ -525,7 +532,7 @@ fn own_groups() -> io::Result<Vec<u32>> {
     Ok(groups.into_iter().map(nix::unistd::Gid::as_raw).collect())
 }
 
-/// Keeps other processes from looking into the keeper's memory, tenants' least of all.
+/// Keeps other processes, above all tenants', from reading the keeper's memory.
 pub fn forbid_dumping() -> io::Result<()> {
     // SAFETY: prctl with plain numbers.
     if unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) } < 0 {
@@ -534,8 +541,8 @@ pub fn forbid_dumping() -> io::Result<()> {
     Ok(())
 }
 
-/// A line of `/proc/<pid>/maps`, `start-end perms offset device inode path` (proc(5)): start and length of what is mapped, and what
-/// stands behind.
+/// Parses a line of `/proc/<pid>/maps`, `start-end perms offset device inode path` (proc(5)).
+/// Returns start and length of the mapping, and the rest of the line.
 pub fn mapping(line: &str) -> Option<((usize, usize), &str)> {
     let (area, rest) = line.split_once(' ')?;
     let (start, end) = area.split_once('-')?;
@@ -543,9 +550,9 @@ pub fn mapping(line: &str) -> Option<((usize, usize), &str)> {
     Some(((start, end.checked_sub(start)?), rest))
 }
 
-/// A right on a file or directory that is asked for before it is used.
+/// A right on a file or directory that is checked before it is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessRight {
     Read,
     /// Of a directory: to go through it. Of a file: to execute it.
     Search,
@@ -553,7 +560,7 @@ pub enum Access {
     List,
 }
 
-impl Access {
+impl AccessRight {
     fn mode(self) -> libc::c_int {
         match self {
             Self::Read => libc::R_OK,
@@ -563,9 +570,10 @@ impl Access {
     }
 }
 
-/// Whether this thread, with the rights it has on files now, has this right on this file. The C library's and
-/// other wrappers ask for the real uid's rights where it equals the effective one, which is root's here.
-pub fn check_access(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
+/// Whether this thread, with its present rights on files, has this right on this file. The wrappers
+/// of the C library and others check the real uid's rights if it equals the effective one. Here
+/// that is root's.
+pub fn check_access(file: BorrowedFd<'_>, access: AccessRight) -> io::Result<()> {
     let flags = libc::AT_EACCESS | libc::AT_EMPTY_PATH;
     // SAFETY: an open descriptor, a C text that outlives the call, and numbers.
     let result =
@@ -573,30 +581,20 @@ pub fn check_access(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Linux, `linux/sockios.h`: of a Unix stream socket, what of the bytes sent the other end has not read, with the kernel's own
-/// cost of them.
+/// `linux/sockios.h` of Linux: for a Unix stream socket, the sent bytes that the other end has not
+/// read. The kernel's own cost of them is included.
 const SIOCOUTQ: libc::c_ulong = 0x5411;
 
-/// Whether the other end of a Unix stream socket has read all that was sent, or is closed. If it was closed with something
-/// unread, the socket's error is `ECONNRESET` before this is true (`unix_release_sock`).
+/// Whether the other end of a Unix stream socket has read all that was sent, or is closed. If it
+/// was closed with something unread, the socket's error is `ECONNRESET` before this is true
+/// (`unix_release_sock`).
 pub fn is_all_read(socket: &impl AsRawFd) -> io::Result<bool> {
     let mut queued: libc::c_int = 0;
     // SAFETY: SIOCOUTQ writes one C int, which outlives the call.
     if unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQ, &raw mut queued) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // While the kernel wakes the sender, it still counts one byte of what was read (`sock_wfree`). Each piece in the queue
-    // costs hundreds.
+    // While the kernel wakes the sender, it still counts one byte of the data that was read
+    // (`sock_wfree`). Each piece in the queue costs hundreds.
     Ok(queued <= 1)
-}
-
-/// Descriptors that stay open and the same for as long as the value lives.
-pub trait Held: AsRawFd {}
-impl Held for OwnedFd {}
-impl Held for BorrowedFd<'_> {}
-
-/// Registers a descriptor with the runtime of this thread.
-pub fn watch<T: Held>(fd: T, interest: Interest) -> io::Result<AsyncFd<T>> {
-    // SAFETY: `Held` is what the function asks for: `as_raw_fd` always gives the same, open descriptor.
-    Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }

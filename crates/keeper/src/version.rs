@@ -1,8 +1,9 @@
-//! Versions as they are compared here: the first two numbers, of the kernel that runs and of programs.
+//! Versions as they are compared here: the first two numbers, of the kernel that runs and of
+//! programs.
 //!
-//! Not here: what depends on one (`cells::hierarchy`, `image::criu`, `nagaya doctor`).
+//! Not here: their consequences (`cells::hierarchy`, `image::criu`, `nagaya doctor`).
 
-/// `6.18.5-amd64` is (6, 18). None: it does not begin with two numbers.
+/// Parses `6.18.5-amd64` as (6, 18). `None` if it does not begin with two numbers.
 pub fn of(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
     Some((numbers.next()??, numbers.next()??))
@@ -17,7 +18,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_version_is_its_first_two_numbers_and_they_are_compared_as_such() {
+    fn version_is_its_first_two_numbers_and_compares_by_them() {
         assert_eq!(of("6.1.0-40-cloud-amd64"), Some((6, 1)));
         assert_eq!(of("7.0-rc1"), Some((7, 0)));
         assert_eq!(of("4.2"), Some((4, 2)));

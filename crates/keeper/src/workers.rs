@@ -1,9 +1,10 @@
-//! Threads for what blocks: opening files under a tenant's rights, and starting programs.
+//! Threads for blocking work: opening files under a tenant's rights, and starting programs.
 //!
-//! Two kinds, so that one cannot hold up the other: a program's start blocks its thread until the program runs, and in a
-//! cell that is out of CPU time that is as long as it takes to get some. Document roots are opened there too, because a
-//! tenant's file system may hang. All live as long as the keeper, because a
-//! started program is killed when its thread ends (`PR_SET_PDEATHSIG` follows threads). Not here: what they do (`roots`, `spawn`).
+//! Two kinds, so that one cannot hold up the other: a program's start blocks its thread until the
+//! program runs, and in a cell that is out of CPU time that is as long as it takes to get some.
+//! Document roots are opened there too, because a tenant's file system may hang. All live as long
+//! as the keeper, because a started program is killed when its thread ends (`PR_SET_PDEATHSIG`
+//! follows threads). Not here: what they do (`roots`, `spawn`).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -11,69 +12,72 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
-use nagaya_cmdb::TenantName;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::TenantName;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use crate::fault::{self, Fault};
-use crate::protocol::Failure;
-use crate::slice;
+use crate::sched_slice;
 
-/// Threads for everything but starts and document roots. A file system that does not answer blocks one until it does, and so many of them
-/// before others have to wait.
+/// Threads for everything but starts and document roots. A file system that does not respond blocks
+/// one thread until it does. Only when it blocks all of them do others have to wait.
 const WORKERS: usize = 16;
 
-/// Threads for starts, made as they are needed. Sixteen tenants can have all of theirs blocked before another waits.
+/// Maximum number of threads for starts, made as they are needed. Sixteen tenants can have all of
+/// theirs blocked before another waits.
 const STARTERS_MAX: usize = 256;
 
-/// Starts of one tenant at once. The others of a tenant whose cell is out of CPU time wait for it alone.
+/// Maximum number of starts of one tenant at once. If a tenant's cell has no CPU time, only its own
+/// further starts wait for it.
 const STARTS_PER_TENANT_MAX: u32 = 16;
 
-/// Jobs that may wait, of either kind. At a millisecond each on two cores, the last one waits two seconds.
+/// Maximum number of waiting jobs, of either kind. At a millisecond each on two cores, the last one
+/// waits two seconds.
 const JOBS_MAX: usize = 4096;
 
-type Job = Box<dyn FnOnce() + Send>;
+type PoolJob = Box<dyn FnOnce() + Send>;
 
 #[derive(Clone)]
-pub struct Workers {
-    queue: Arc<Queue>,
-    starts: Arc<Starts>,
+pub struct ThreadPool {
+    queue: Arc<JobQueue>,
+    starts: Arc<StartQueue>,
 }
 
 #[derive(Default)]
-struct Queue {
-    jobs: Mutex<VecDeque<Job>>,
+struct JobQueue {
+    jobs: Mutex<VecDeque<PoolJob>>,
     more: Condvar,
 }
 
 #[derive(Default)]
-struct Starts {
+struct StartQueue {
     state: Mutex<StartsState>,
     more: Condvar,
 }
 
 #[derive(Default)]
 struct StartsState {
-    waiting: VecDeque<(TenantName, Job)>,
+    waiting: VecDeque<(TenantName, PoolJob)>,
     running: HashMap<TenantName, u32>,
     threads: usize,
-    /// Threads that have nothing to do, and are not yet called.
+    /// Threads without work that are not yet called.
     idle: usize,
 }
 
-impl Workers {
+impl ThreadPool {
     pub fn start() -> io::Result<Self> {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(JobQueue::default());
         for number in 0..WORKERS {
             let queue = Arc::clone(&queue);
             thread::Builder::new().name(format!("keeper-{number}")).spawn(move || serve(&queue))?;
         }
-        let starts = Arc::new(Starts::default());
-        Starts::add_thread(&starts, &mut starts.state.lock())?;
+        let starts = Arc::new(StartQueue::default());
+        StartQueue::add_thread(&starts, &mut starts.state.lock())?;
         Ok(Self { queue, starts })
     }
 
-    /// Queues `job`, and answers with what it returned. It runs even if nobody waits any more.
+    /// Queues `job`, and returns a receiver of its result. It runs even if nobody waits any more.
     pub fn run<R: Send + 'static>(
         &self,
         job: impl FnOnce() -> R + Send + 'static,
@@ -89,7 +93,8 @@ impl Workers {
         Ok(result)
     }
 
-    /// The same for the start of a program of this tenant, or for opening a document root of its.
+    /// As `run`, for the start of a program of this tenant, or for opening one of its document
+    /// roots.
     pub fn start_for<R: Send + 'static>(
         &self,
         tenant: &TenantName,
@@ -105,19 +110,19 @@ impl Workers {
             state.idle -= 1;
             self.starts.more.notify_one();
         } else if state.threads < STARTERS_MAX
-            && let Err(error) = Starts::add_thread(&self.starts, &mut state)
+            && let Err(error) = StartQueue::add_thread(&self.starts, &mut state)
         {
-            // Those there are take it later.
-            tracing::warn!(%error, "{} threads start programs, and there can be no more", state.threads);
+            // The existing threads take it later.
+            tracing::warn!(%error, "{} threads start programs, and no more can be started", state.threads);
         }
         Ok(result)
     }
 }
 
-fn answering<R: Send + 'static>(job: impl FnOnce() -> R + Send + 'static) -> (Job, oneshot::Receiver<R>) {
+fn answering<R: Send + 'static>(job: impl FnOnce() -> R + Send + 'static) -> (PoolJob, oneshot::Receiver<R>) {
     let (done, result) = oneshot::channel();
     let job = Box::new(move || {
-        // Who asked may have left; then the result is dropped, which closes what it holds.
+        // The caller may have left. Then the result is dropped, which closes what it holds.
         let _ = done.send(job());
     });
     (job, result)
@@ -125,11 +130,11 @@ fn answering<R: Send + 'static>(job: impl FnOnce() -> R + Send + 'static) -> (Jo
 
 fn full() -> Fault {
     let message = format!("{JOBS_MAX} file and process operations wait already; try again later");
-    Fault::new(Failure::Busy, fault::LIMIT, message)
+    Fault::new(FailureKind::Busy, fault::LIMIT, message)
 }
 
-fn serve(queue: &Queue) {
-    slice::shorten();
+fn serve(queue: &JobQueue) {
+    sched_slice::request_short_slice();
     loop {
         let mut jobs = queue.jobs.lock();
         while jobs.is_empty() {
@@ -141,14 +146,14 @@ fn serve(queue: &Queue) {
     }
 }
 
-/// A job that panics must not take its thread along, and with it the programs the thread started.
-fn run(job: Job) {
+/// Runs a job. A panic in it must not end its thread, and with it the programs the thread started.
+fn run(job: PoolJob) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
-        tracing::error!("an operation of the keeper panicked; the one who asked gets an error");
+        tracing::error!("an operation of the keeper panicked; its caller gets an error");
     }
 }
 
-impl Starts {
+impl StartQueue {
     fn add_thread(starts: &Arc<Self>, state: &mut StartsState) -> io::Result<()> {
         let (number, theirs) = (state.threads, Arc::clone(starts));
         thread::Builder::new().name(format!("starter-{number}")).spawn(move || theirs.serve())?;
@@ -157,7 +162,7 @@ impl Starts {
     }
 
     fn serve(&self) {
-        slice::shorten();
+        sched_slice::request_short_slice();
         let mut state = self.state.lock();
         loop {
             let Some((tenant, job)) = state.next() else {
@@ -174,9 +179,9 @@ impl Starts {
 }
 
 impl StartsState {
-    /// The first that may begin now, which then has begun.
-    fn next(&mut self) -> Option<(TenantName, Job)> {
-        let may = |(tenant, _): &(TenantName, Job)| {
+    /// Returns the first job that may begin now, and marks it as begun.
+    fn next(&mut self) -> Option<(TenantName, PoolJob)> {
+        let may = |(tenant, _): &(TenantName, PoolJob)| {
             self.running.get(tenant).is_none_or(|count| *count < STARTS_PER_TENANT_MAX)
         };
         let at = self.waiting.iter().position(may)?;
@@ -203,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_tenant_whose_starts_hang_holds_up_no_other() {
-        let workers = Workers::start().unwrap();
+        let workers = ThreadPool::start().unwrap();
         let tenant = |name: &str| TenantName::new(name).unwrap();
         let (begun, begins) = mpsc::channel();
         let gates: Vec<_> = (0..=STARTS_PER_TENANT_MAX)

@@ -1,7 +1,8 @@
-//! When the certificates that the node shows to clients end, and how near that is.
+//! Expiry of the certificates that the node shows to clients.
 //!
-//! Their files are the operator's. Only public parts are kept in memory here. Not here: showing them (`nagaya_edge`), opening them for that
-//! (`nagaya_keeper`), telling of them again and again (`supervisor::certificates`).
+//! Their files belong to the operator. Only public parts are kept in memory here. Not here: showing
+//! them (`nagaya_edge`), opening them for that (`nagaya_keeper`), repeated warnings
+//! (`supervisor::certificates`).
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -21,10 +22,10 @@ const FILE_BYTES_MAX: u64 = 256 << 10;
 
 const DAY: i64 = 24 * 60 * 60;
 
-/// How near the end of a certificate is. The order is that of urgency.
+/// How near the end of a certificate is, in order of urgency.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Nearness {
+pub enum HostNearness {
     Far,
     /// 30 days or less.
     Month,
@@ -35,7 +36,7 @@ pub enum Nearness {
     Over,
 }
 
-impl Nearness {
+impl HostNearness {
     fn of(ends: i64, now: i64) -> Self {
         match ends - now {
             ..=0 => Self::Over,
@@ -49,16 +50,16 @@ impl Nearness {
 
 /// One certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Certificate {
+pub struct TlsCertificate {
     /// Its file's name without `.pem`.
     pub name: String,
     /// Unix time of its end, seconds (RFC 5280 section 4.1.2.5).
     pub ends: i64,
-    pub nearness: Nearness,
+    pub nearness: HostNearness,
 }
 
-impl Certificate {
-    /// For people: `shop.example.org ends in 3 days`.
+impl TlsCertificate {
+    /// Returns a text for people: `shop.example.org ends in 3 days`.
     pub fn describe(&self, now: i64) -> String {
         let Self { name, ends, .. } = self;
         match ends - now {
@@ -69,25 +70,25 @@ impl Certificate {
     }
 }
 
-/// What a directory holds.
+/// Contents of a directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct CertificateScan {
     /// The one that ends first comes first.
-    pub certificates: Vec<Certificate>,
-    /// Files that are no certificates, and why.
+    pub certificates: Vec<TlsCertificate>,
+    /// Files that are not certificates, and why.
     pub broken: Vec<String>,
     /// Files beyond `FILES_MAX`.
     pub left_out: usize,
 }
 
-impl Found {
-    /// Those that end within 30 days, or have ended.
-    pub fn ending(&self) -> impl Iterator<Item = &Certificate> {
-        self.certificates.iter().take_while(|one| one.nearness > Nearness::Far)
+impl CertificateScan {
+    /// Returns those that end within 30 days, or have ended.
+    pub fn ending(&self) -> impl Iterator<Item = &TlsCertificate> {
+        self.certificates.iter().take_while(|one| one.nearness > HostNearness::Far)
     }
 }
 
-/// Now, as certificates count time.
+/// Returns the present time, as certificates count it.
 pub fn unix_now() -> i64 {
     let wall = SystemClock.wall().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(wall.as_secs()).unwrap_or(i64::MAX)
@@ -96,9 +97,9 @@ pub fn unix_now() -> i64 {
 /// Reads each `NAME.pem` of the directory. Blocks.
 ///
 /// # Errors
-/// If the directory cannot be read.
-pub fn look(dir: &Path, now: i64) -> io::Result<Found> {
-    let mut found = Found::default();
+/// Fails if the directory cannot be read.
+pub fn scan_directory(dir: &Path, now: i64) -> io::Result<CertificateScan> {
+    let mut found = CertificateScan::default();
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let Some(name) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(".pem")) else {
@@ -110,8 +111,8 @@ pub fn look(dir: &Path, now: i64) -> io::Result<Found> {
         }
         match read(&path) {
             Ok(ends) => {
-                let nearness = Nearness::of(ends, now);
-                found.certificates.push(Certificate { name: name.to_owned(), ends, nearness });
+                let nearness = HostNearness::of(ends, now);
+                found.certificates.push(TlsCertificate { name: name.to_owned(), ends, nearness });
             }
             Err(why) => found.broken.push(format!("{}: {why}", path.display())),
         }
@@ -121,10 +122,10 @@ pub fn look(dir: &Path, now: i64) -> io::Result<Found> {
     Ok(found)
 }
 
-/// When the first certificate of the file ends: the site's own, before those that vouch for it.
+/// Returns when the first certificate of the file ends: the site's own, before its issuers.
 fn read(path: &Path) -> Result<i64, String> {
     let told = |error: io::Error| error.to_string();
-    // A pipe or a device that lies there by mistake must not hold up the rest.
+    // A pipe or a device in the directory by mistake must not block the rest.
     let nonblocking = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or_default();
     let file = File::options().read(true).custom_flags(nonblocking).open(path).map_err(told)?;
     if !file.metadata().map_err(told)?.is_file() {
@@ -168,25 +169,25 @@ mod tests {
     fn ends_are_read_and_the_nearest_comes_first() {
         let dir = tempfile::tempdir().unwrap();
         let ends = [
-            ("far", NOW + 31 * DAY, Nearness::Far, "far ends in 31 days"),
-            ("month", NOW + 30 * DAY, Nearness::Month, "month ends in 30 days"),
-            ("week", NOW + 7 * DAY, Nearness::Week, "week ends in 7 days"),
-            ("day", NOW + DAY, Nearness::Day, "day ends within a day"),
-            ("over", NOW - 3 * DAY, Nearness::Over, "over ended 3 days ago"),
+            ("far", NOW + 31 * DAY, HostNearness::Far, "far ends in 31 days"),
+            ("month", NOW + 30 * DAY, HostNearness::Month, "month ends in 30 days"),
+            ("week", NOW + 7 * DAY, HostNearness::Week, "week ends in 7 days"),
+            ("day", NOW + DAY, HostNearness::Day, "day ends within a day"),
+            ("over", NOW - 3 * DAY, HostNearness::Over, "over ended 3 days ago"),
         ];
         ends.iter().for_each(|(name, ends, ..)| write(dir.path(), name, *ends));
         fs::write(dir.path().join("notes.txt"), "no certificate").unwrap();
-        let found = look(dir.path(), NOW).unwrap();
+        let found = scan_directory(dir.path(), NOW).unwrap();
         assert_eq!((&found.broken, found.left_out), (&Vec::new(), 0));
         for (one, (name, ends, nearness, text)) in found.certificates.iter().rev().zip(ends) {
-            assert_eq!(*one, Certificate { name: name.into(), ends, nearness });
+            assert_eq!(*one, TlsCertificate { name: name.into(), ends, nearness });
             assert_eq!(one.describe(NOW), text);
         }
         assert_eq!(found.ending().count(), 4);
     }
 
     #[test]
-    fn what_is_no_certificate_is_told_and_holds_up_nothing() {
+    fn broken_certificate_is_reported_and_holds_up_nothing() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "good", NOW + 90 * DAY);
         let path = |name: &str| dir.path().join(name);
@@ -203,9 +204,9 @@ mod tests {
             0,
         )
         .unwrap();
-        let found = look(dir.path(), NOW).unwrap();
+        let found = scan_directory(dir.path(), NOW).unwrap();
         assert_eq!(found.certificates.len(), 1);
         assert_eq!(found.broken.len(), 5, "{:?}", found.broken);
-        assert!(look(&path("nowhere"), NOW).is_err());
+        assert!(scan_directory(&path("nowhere"), NOW).is_err());
     }
 }

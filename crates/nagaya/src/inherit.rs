@@ -1,8 +1,9 @@
-//! What a process gets from outside by numbers alone: descriptors inherited from the supervisor, how they are
-//! described, passed and taken over; the groups of whoever is at the other end of a socket; and the state of the kernel's
-//! clock. The only file of this crate that may use `unsafe`.
+//! Raw numbers from outside: inherited descriptors, the groups of a socket's peer, and the kernel's
+//! clock state. The supervisor's descriptors are described, passed and taken over. This is the only
+//! file of the crate that may use `unsafe`.
 //!
-//! Not here: making the sockets (`supervisor::sockets`), starting the process (`supervisor::child`).
+//! Not here: making the sockets (`supervisor::sockets`), starting the process
+//! (`supervisor::child`).
 
 #![allow(unsafe_code)]
 
@@ -12,18 +13,19 @@ use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd
 use rustix::io::FdFlags;
 use serde::{Deserialize, Serialize};
 
-/// The environment variable that holds [`Inherited`] as JSON.
+/// The environment variable that holds [`InheritedFds`] as JSON.
 pub const VARIABLE: &str = "NAGAYA_INHERIT";
 
-/// First number an inherited descriptor may have; below are the standard streams.
+/// First number of an inherited descriptor; below are the standard streams.
 const FIRST: RawFd = 3;
 
-/// What a process is told by the supervisor that started it.
+/// Data for a process from the supervisor that started it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Inherited {
-    /// The supervisor's pid: a process whose parent is another one was orphaned before it could ask to be told.
+pub struct InheritedFds {
+    /// The supervisor's pid. A process with another parent was orphaned before it could register
+    /// for its parent's end.
     pub supervisor: i32,
-    /// The stream socket of `cmdb::feed`.
+    /// The stream socket of `records::feed`.
     pub feed: RawFd,
     /// The edge's sockets.
     pub listeners: Vec<InheritedListener>,
@@ -35,13 +37,14 @@ pub struct Inherited {
     pub spool: Option<RawFd>,
     /// The edge's mount namespace.
     pub root: Option<RawFd>,
-    /// What time it is by the node's reckoning, in microseconds since 1970.
+    /// The node's own time, in microseconds since 1970.
     pub now_us: u64,
     /// Where other nodes reach the edge.
     pub peers: Option<InheritedPeers>,
-    /// Whose rights to take, uid and gid. None: stay as started.
+    /// Uid and gid to take. `None` keeps those of the start.
     pub identity: Option<(u32, u32)>,
-    /// It begins without transparent huge pages, which this process may have (prctl(2), `PR_SET_THP_DISABLE`).
+    /// It starts without transparent huge pages, which this process may have (prctl(2),
+    /// `PR_SET_THP_DISABLE`).
     pub small_pages: bool,
     pub log_level: String,
     pub log_json: bool,
@@ -51,7 +54,7 @@ pub struct Inherited {
 pub struct InheritedListener {
     pub address: String,
     pub tls: bool,
-    /// Whose PROXY headers are accepted there. None: there are none.
+    /// Peers whose PROXY headers are accepted there. `None` if there are none.
     pub proxies: Option<Vec<String>>,
     /// One per edge thread.
     pub sockets: Vec<RawFd>,
@@ -76,19 +79,19 @@ pub enum InheritError {
     Reused(RawFd),
 }
 
-/// Reads what the supervisor described.
-pub fn described() -> Result<Inherited, InheritError> {
+/// Reads the supervisor's description.
+pub fn described() -> Result<InheritedFds, InheritError> {
     let text = std::env::var(VARIABLE).map_err(|_| InheritError::NotInherited)?;
     Ok(serde_json::from_str(&text)?)
 }
 
 /// Takes over inherited descriptors, each once.
 #[derive(Debug, Default)]
-pub struct Taker {
+pub struct FdTaker {
     taken: Vec<RawFd>,
 }
 
-impl Taker {
+impl FdTaker {
     pub fn take(&mut self, fd: RawFd) -> Result<OwnedFd, InheritError> {
         if fd < FIRST || self.taken.contains(&fd) {
             return Err(InheritError::Reused(fd));
@@ -96,27 +99,28 @@ impl Taker {
         if let Err(error) = std::fs::symlink_metadata(format!("/proc/self/fd/{fd}")) {
             return Err(InheritError::Missing { fd, error });
         }
-        // SAFETY: it is open, as was just seen, and nothing closes it meanwhile: processes take over what they
-        // inherit first of all, with one thread. It is borrowed for the next call only.
+        // SAFETY: it is open, as was just seen, and nothing closes it meanwhile. Processes take
+        // over their inheritance first of all, with one thread. It is borrowed for the next call
+        // only.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-        // What this process starts must not inherit it in turn.
+        // Children of this process must not inherit it in turn.
         rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC)
             .map_err(|error| InheritError::Missing { fd, error: error.into() })?;
         self.taken.push(fd);
-        // SAFETY: it is open (the call above succeeded), nothing else in this process owns it, and `taken`
-        // makes sure that it gets one owner.
+        // SAFETY: it is open (the call above succeeded), and nothing else in this process owns it.
+        // `taken` makes sure that it gets one owner.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
 
-/// Lets the descriptors survive `exec` while it lives. The supervisor starts processes one after the other from
-/// one thread, so no other process inherits them by accident.
+/// Lets the descriptors survive `exec` while it lives. The supervisor starts processes one after
+/// the other from one thread, so no other process inherits them by accident.
 #[derive(Debug)]
-pub struct Passing<'a> {
+pub struct PassedFds<'a> {
     descriptors: Vec<BorrowedFd<'a>>,
 }
 
-impl<'a> Passing<'a> {
+impl<'a> PassedFds<'a> {
     pub fn new(descriptors: Vec<BorrowedFd<'a>>) -> io::Result<Self> {
         let passing = Self { descriptors };
         for descriptor in &passing.descriptors {
@@ -126,7 +130,7 @@ impl<'a> Passing<'a> {
     }
 }
 
-impl Drop for Passing<'_> {
+impl Drop for PassedFds<'_> {
     fn drop(&mut self) {
         for descriptor in &self.descriptors {
             if let Err(error) = rustix::io::fcntl_setfd(descriptor, FdFlags::CLOEXEC) {
@@ -136,32 +140,35 @@ impl Drop for Passing<'_> {
     }
 }
 
-/// Closes all descriptors but the standard streams. For a process that takes over none, before it has opened any.
+/// Closes all descriptors but the standard streams. For a process that inherits none, before it has
+/// opened any.
 pub fn close_all_but_standard() -> io::Result<()> {
-    // SAFETY: no `OwnedFd` of this process owns one of them: it has just begun, and only the standard streams are used.
+    // SAFETY: no `OwnedFd` of this process owns one of them. It has just started, and only the
+    // standard streams are used.
     match unsafe { nix::libc::close_range(FIRST.unsigned_abs(), u32::MAX, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// The number under which a process that inherits the descriptor finds it.
+/// Returns the number under which a process that inherits the descriptor finds it.
 pub fn number(descriptor: &impl AsFd) -> RawFd {
     descriptor.as_fd().as_raw_fd()
 }
 
-/// Groups asked for at first; whoever has more is asked for again.
+/// Groups in the first query; if there are more, it is repeated.
 const GROUPS_EXPECTED: usize = 64;
 
-/// Supplementary groups of the process that made the other end of a Unix socket (`SO_PEERGROUPS`, Linux 4.13).
+/// Returns the supplementary groups of the process at the other end of a Unix socket
+/// (`SO_PEERGROUPS`, Linux 4.13).
 pub fn peer_groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut groups = vec![0_u32; GROUPS_EXPECTED];
     loop {
         let size = size_of_val(&groups[..]);
         let mut len = nix::libc::socklen_t::try_from(size).map_err(io::Error::other)?;
-        // SAFETY: `groups` has `len` bytes, of which any are valid integers, and both live and are borrowed by nobody else
-        // during the call. `fd` is open, as it is borrowed.
+        // SAFETY: `groups` has `len` bytes, of which any are valid integers. Both live and are not
+        // borrowed elsewhere during the call. `fd` is open, as it is borrowed.
         let result = unsafe {
             nix::libc::getsockopt(
                 fd,
@@ -177,7 +184,8 @@ pub fn peer_groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
             return Ok(groups);
         }
         let error = io::Error::last_os_error();
-        // The kernel then says how many bytes it needs; the number of groups has a bound (`NGROUPS_MAX`).
+        // The kernel then says how many bytes it needs; the number of groups has a limit
+        // (`NGROUPS_MAX`).
         if error.raw_os_error() != Some(nix::libc::ERANGE) || found <= groups.len() {
             return Err(error);
         }
@@ -185,12 +193,13 @@ pub fn peer_groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Whether something keeps the machine's clock right (adjtimex(2)).
+/// Returns whether the machine's clock is synchronised (adjtimex(2)).
 pub fn clock_is_synchronised() -> io::Result<bool> {
-    // SAFETY: `timex` is a plain C structure of integers, for which all zeroes is a value; `modes` 0 asks and
-    // sets nothing.
+    // SAFETY: `timex` is a plain C structure of integers, for which all zeroes is a value; `modes`
+    // 0 only reads.
     let mut timex: nix::libc::timex = unsafe { std::mem::zeroed() };
-    // SAFETY: the pointer is to a whole `timex` that lives and is borrowed by nobody else during the call.
+    // SAFETY: the pointer is to a whole `timex` that lives and is not borrowed elsewhere during the
+    // call.
     let state = unsafe { nix::libc::adjtimex(&raw mut timex) };
     if state < 0 {
         return Err(io::Error::last_os_error());
@@ -206,7 +215,7 @@ mod tests {
     fn a_descriptor_is_taken_once_and_is_closed_on_exec_again() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let fd = std::os::fd::IntoRawFd::into_raw_fd(theirs);
-        let mut taker = Taker::default();
+        let mut taker = FdTaker::default();
         let taken = taker.take(fd).unwrap();
         assert_eq!(rustix::io::fcntl_getfd(&taken).unwrap(), FdFlags::CLOEXEC);
         assert!(matches!(taker.take(fd), Err(InheritError::Reused(_))));
@@ -214,8 +223,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_open_or_a_standard_stream_is_refused() {
-        let mut taker = Taker::default();
+    fn closed_descriptor_or_standard_stream_is_refused() {
+        let mut taker = FdTaker::default();
         assert!(matches!(taker.take(1), Err(InheritError::Reused(1))));
         assert!(matches!(taker.take(1_000_000), Err(InheritError::Missing { .. })));
     }
@@ -223,7 +232,7 @@ mod tests {
     #[test]
     fn passing_ends_with_its_guard() {
         let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        let passing = Passing::new(vec![ours.as_fd()]).unwrap();
+        let passing = PassedFds::new(vec![ours.as_fd()]).unwrap();
         assert_eq!(rustix::io::fcntl_getfd(&ours).unwrap(), FdFlags::empty());
         drop(passing);
         assert_eq!(rustix::io::fcntl_getfd(&ours).unwrap(), FdFlags::CLOEXEC);

@@ -1,4 +1,4 @@
-//! The node's own log: where it goes, its form and its level.
+//! The node's own log: its destination, form and level.
 //!
 //! Not here: the access log (`nagaya_edge`).
 
@@ -13,16 +13,16 @@ use tracing_subscriber::{
     EnvFilter, Registry, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _,
 };
 
-use crate::config::settings::{Log, LogFormat};
+use crate::config::settings::{LogFormat, LogSettings};
 
-/// Read at once from a process's standard error, in bytes.
+/// Bytes read at once from a process's standard error.
 const COPY_LEN: usize = 16 << 10;
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
-/// Where lines go: standard error, or a file that can be opened anew after it was moved.
+/// Destination of lines: standard error, or a file that can be reopened after it was moved.
 #[derive(Debug, Clone)]
-pub struct Sink {
+pub struct LogSink {
     file: Option<Arc<LogFile>>,
 }
 
@@ -32,7 +32,7 @@ struct LogFile {
     file: Mutex<File>,
 }
 
-impl Sink {
+impl LogSink {
     pub fn open(path: Option<&Path>) -> io::Result<Self> {
         let file = match path {
             None => None,
@@ -48,7 +48,8 @@ impl Sink {
         Self { file: None }
     }
 
-    /// After a rotation: lines go to a new file of the same name. If it cannot be made, to the old one.
+    /// Reopens the log after a rotation: lines go to a new file of the same name. If it cannot be
+    /// made, they go to the old one.
     pub fn reopen(&self) -> io::Result<()> {
         if let Some(log) = &self.file {
             let file = append(&log.path)?;
@@ -61,8 +62,8 @@ impl Sink {
         self.file.is_some()
     }
 
-    /// Copies what a process writes to its standard error, until it ends. Lines of processes may follow one
-    /// another in any order, but none is cut by another unless it is longer than `COPY_LEN`.
+    /// Copies a process's standard error until it ends. Lines of processes may come in any order.
+    /// None is cut by another unless it is longer than `COPY_LEN`.
     pub fn copy_from(&self, mut stderr: impl io::Read + Send + 'static) -> io::Result<()> {
         let mut sink = self.clone();
         std::thread::Builder::new().name("log".into()).spawn(move || {
@@ -86,7 +87,7 @@ fn append(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).open(path)
 }
 
-impl Write for Sink {
+impl Write for LogSink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &self.file {
             Some(log) => log.file.lock().write(bytes),
@@ -99,7 +100,7 @@ impl Write for Sink {
     }
 }
 
-impl<'a> MakeWriter<'a> for Sink {
+impl<'a> MakeWriter<'a> for LogSink {
     type Writer = Self;
 
     fn make_writer(&'a self) -> Self {
@@ -107,8 +108,8 @@ impl<'a> MakeWriter<'a> for Sink {
     }
 }
 
-/// Whether lines are JSON: as configured, or because nobody sits at a terminal.
-pub fn is_json(log: &Log) -> bool {
+/// Returns whether lines are JSON: as configured, or because there is no terminal.
+pub fn is_json(log: &LogSettings) -> bool {
     match log.format {
         LogFormat::Json => true,
         LogFormat::Text => false,
@@ -116,8 +117,8 @@ pub fn is_json(log: &Log) -> bool {
     }
 }
 
-/// Begins logging. A level that is not one counts as `info`: the configuration was checked before.
-pub fn start(level: &str, json: bool, sink: Sink) {
+/// Starts logging. An invalid level counts as `info`: the configuration was checked before.
+pub fn start(level: &str, json: bool, sink: LogSink) {
     let (filter, handle) = reload::Layer::new(filter(level));
     let ansi = !json && !sink.is_file() && io::stderr().is_terminal();
     let registry = tracing_subscriber::registry().with(filter);
@@ -132,7 +133,7 @@ pub fn start(level: &str, json: bool, sink: Sink) {
     }
 }
 
-/// The level from now on.
+/// Sets the level from now on.
 pub fn set_level(level: &str) {
     if let Some(handle) = FILTER.get()
         && let Err(error) = handle.reload(filter(level))
@@ -153,7 +154,7 @@ mod tests {
     fn a_moved_file_is_left_alone_after_reopening() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("node.log");
-        let mut sink = Sink::open(Some(&path)).unwrap();
+        let mut sink = LogSink::open(Some(&path)).unwrap();
         sink.write_all(b"one\n").unwrap();
         std::fs::rename(&path, dir.path().join("node.log.1")).unwrap();
         sink.write_all(b"two\n").unwrap();

@@ -1,10 +1,11 @@
-//! Checks the text of a rule in a process of its own that has no rights.
+//! Checks the text of a rule in a separate process that has no rights.
 //!
-//! Texts come from files, from the admin interface and from other nodes, and mruby's parser is C. The supervisor and the commands run as
-//! root, so neither parses them: this program is started anew, gives up all rights, and answers on its standard output.
-//! An edge compiles in its own process, which has no rights either.
+//! Texts come from files, from the admin interface and from other nodes, and mruby's parser is C.
+//! The supervisor and the commands run as root, so neither parses them. This program is started
+//! again, gives up all rights, and answers on its standard output. An edge compiles in its own
+//! process, which has no rights, either.
 //!
-//! Not here: what the process does (`supervisor::rule_checker`), compiling (`nagaya_rules`).
+//! Not here: the work of the process (`supervisor::rule_checker`), compiling (`nagaya_rules`).
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -17,19 +18,21 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::MemfdFlags;
 use serde::de::DeserializeOwned;
 
-use crate::rule_test::{self, Outcome, Question};
+use crate::rule_test::{self, CaseOutcome, RuleQuestion};
 
 /// The hidden subcommands.
 pub const SUBCOMMAND: &str = "rule-check";
 const TEST_SUBCOMMAND: &str = "rule-try";
 
-/// Longest time from the start of the process to its verdict. It may use much less processor time.
+/// Longest time from the start of the process to its verdict. It may use much less CPU time.
 const CHECK_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// Longest verdict in bytes. A message of mruby has at most 1 KiB, and a dry run tells each decision.
+/// Longest verdict in bytes. A message of mruby has at most 1 KiB, and a dry run reports each
+/// decision.
 const VERDICT_LEN_MAX: usize = 1 << 20;
 
-/// Whether this text can be a rule file, which messages call `file`. Blocks until the process has ended.
+/// Checks that this text is valid as a rule file. Messages call it `file`. Blocks until the process
+/// has ended.
 pub fn check(text: &[u8], file: &str) -> Result<(), RuleFault> {
     // A binary of unit tests has no such subcommand; the end-to-end tests run the real one.
     if cfg!(test) {
@@ -40,14 +43,17 @@ pub fn check(text: &[u8], file: &str) -> Result<(), RuleFault> {
     verdict.map_or(Ok(()), |fault| Err(RuleFault { file: file.into(), ..fault }))
 }
 
-/// What the text decides about a request that there is not. Blocks until the process has ended.
-pub fn test(question: &Question, file: &str) -> Outcome {
+/// Returns the text's decisions about an imagined request. Blocks until the process has ended.
+pub fn test(question: &RuleQuestion, file: &str) -> CaseOutcome {
     if cfg!(test) {
         return rule_test::run(question, file);
     }
     let asked = serde_json::to_vec(question).map_err(io::Error::other);
     let outcome = asked.and_then(|asked| ask_process(TEST_SUBCOMMAND, &asked, file));
-    outcome.unwrap_or_else(|error| Outcome { faults: vec![no_verdict(file, &error)], ..Outcome::default() })
+    outcome.unwrap_or_else(|error| CaseOutcome {
+        faults: vec![no_verdict(file, &error)],
+        ..CaseOutcome::default()
+    })
 }
 
 fn no_verdict(file: &str, error: &io::Error) -> RuleFault {
@@ -55,9 +61,9 @@ fn no_verdict(file: &str, error: &io::Error) -> RuleFault {
     RuleFault { kind: FaultKind::Check, file: file.into(), line: None, message }
 }
 
-/// Returns what the process says to the input.
+/// Returns the process's result for the input.
 fn ask_process<T: DeserializeOwned>(subcommand: &str, text: &[u8], file: &str) -> io::Result<T> {
-    // Not a pipe: nobody has to write to it while the process runs.
+    // It is not a pipe, so no writer is needed while the process runs.
     let mut input = File::from(rustix::fs::memfd_create("rule", MemfdFlags::CLOEXEC)?);
     input.write_all(text)?;
     input.rewind()?;
@@ -72,7 +78,7 @@ fn ask_process<T: DeserializeOwned>(subcommand: &str, text: &[u8], file: &str) -
         .process_group(0)
         .spawn()?;
     let verdict = read_verdict(&mut child);
-    // It has ended, or is not to go on.
+    // It has ended, or must end.
     let _ = child.kill();
     let status = child.wait()?;
     match verdict? {
@@ -91,7 +97,7 @@ fn read_verdict(child: &mut Child) -> io::Result<Option<Vec<u8>>> {
     while wait_readable(&output, deadline)? {
         match output.read(&mut buffer)? {
             0 => {
-                // Its end follows that of its output at once, unless it was taken over.
+                // The process ends right after its output, unless it was taken over.
                 return Ok(wait_ended(child, deadline)?.then_some(verdict));
             }
             len => verdict.extend_from_slice(&buffer[..len]),
@@ -107,7 +113,7 @@ fn wait_readable(output: &ChildStdout, deadline: Instant) -> io::Result<bool> {
     poll_until(PollFd::new(output, PollFlags::IN), deadline)
 }
 
-/// Whether the process ended in time.
+/// Returns whether the process ended in time.
 fn wait_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
     let pid = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw);
     let pid = pid.ok_or_else(|| io::Error::other("it has no pid"))?;

@@ -1,4 +1,5 @@
-//! A request that there is not, for `nagaya rule test`: what a rule can ask of it, and its decisions in words.
+//! An imagined request for `nagaya rule test`: the facts that a rule can read, and the rule's
+//! decisions in words.
 //!
 //! Not here: the process that runs the rule (`rule_check`), the command (`cli::rule`).
 
@@ -6,17 +7,18 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use nagaya_base::{Clock as _, SystemClock};
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
 use nagaya_rules::{
-    Budget, Facts, HeaderAction, HeaderEdit, LaneRun, Number, Phase, RuleFault, Scalar, Text, Verdict,
+    FactSource, HeaderAction, HeaderEdit, LaneRun, NumberFact, RuleBudget, RuleFault, RulePhase, ScalarValue,
+    TextFact, Verdict,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// The request.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Case {
-    pub phase: Option<Phase>,
+pub struct TestCase {
+    pub phase: Option<RulePhase>,
     pub method: String,
     pub scheme: String,
     pub host: String,
@@ -31,32 +33,32 @@ pub struct Case {
     pub settings: BTreeMap<String, Value>,
 }
 
-/// What the process is asked.
+/// Input of the process.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Question {
+pub struct RuleQuestion {
     pub text: String,
-    pub case: Case,
+    pub case: TestCase,
 }
 
-/// What it answers.
+/// Output of the process.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Outcome {
+pub struct CaseOutcome {
     /// Decisions, a line each.
     pub decided: Vec<String>,
-    /// What the rule logs.
+    /// Log lines of the rule.
     pub log: Vec<String>,
-    /// Why it, or one of its decisions, does not hold.
+    /// Why the rule, or one of its decisions, does not hold.
     pub faults: Vec<RuleFault>,
 }
 
 /// Runs the rule. The process must have no rights that matter.
-pub fn run(question: &Question, file: &str) -> Outcome {
-    let phase = question.case.phase.unwrap_or(Phase::AccessChecker);
+pub fn run(question: &RuleQuestion, file: &str) -> CaseOutcome {
+    let phase = question.case.phase.unwrap_or(RulePhase::AccessChecker);
     let tried =
-        nagaya_rules::dry_run(question.text.as_bytes(), file, phase, &question.case, Budget::default());
+        nagaya_rules::dry_run(question.text.as_bytes(), file, phase, &question.case, RuleBudget::default());
     match tried {
-        Err(fault) => Outcome { faults: vec![fault], ..Outcome::default() },
-        Ok(trial) => Outcome {
+        Err(fault) => CaseOutcome { faults: vec![fault], ..CaseOutcome::default() },
+        Ok(trial) => CaseOutcome {
             decided: describe(&trial.verdict),
             log: trial.verdict.log.iter().map(|(_, line)| line.clone()).collect(),
             faults: trial.refused,
@@ -64,7 +66,7 @@ pub fn run(question: &Question, file: &str) -> Outcome {
     }
 }
 
-/// Each decision as a line.
+/// Returns each decision as a line.
 fn describe(verdict: &Verdict) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(answer) = &verdict.answer {
@@ -136,7 +138,7 @@ fn edited(edit: &HeaderEdit) -> String {
     }
 }
 
-/// Takes out what says nothing.
+/// Removes empty values.
 fn prune(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -157,53 +159,55 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-fn scalar(value: &Value) -> Scalar<'_> {
+fn scalar(value: &Value) -> ScalarValue<'_> {
     match value {
-        Value::Bool(value) => Scalar::Bool(*value),
+        Value::Bool(value) => ScalarValue::Bool(*value),
         Value::Number(number) => match number.as_i64() {
-            Some(int) => Scalar::Int(int),
-            None => Scalar::Float(number.as_f64().unwrap_or_default()),
+            Some(int) => ScalarValue::Int(int),
+            None => ScalarValue::Float(number.as_f64().unwrap_or_default()),
         },
-        other => Scalar::Text(other.as_str().unwrap_or_default()),
+        other => ScalarValue::Text(other.as_str().unwrap_or_default()),
     }
 }
 
-impl Facts for Case {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+impl FactSource for TestCase {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>> {
         let given = |text: &'_ str| Some(Cow::Owned(text.to_owned()));
         match text {
-            Text::Hostname | Text::Authority => given(&self.host),
-            Text::Method => given(&self.method),
-            Text::Path => given(&self.path),
-            Text::RawTarget => Some(match &self.query {
+            TextFact::Hostname | TextFact::Authority => given(&self.host),
+            TextFact::Method => given(&self.method),
+            TextFact::Path => given(&self.path),
+            TextFact::RawTarget => Some(match &self.query {
                 Some(query) => format!("{}?{query}", self.path).into(),
                 None => Cow::Borrowed(self.path.as_str()),
             }),
-            Text::Query => self.query.as_deref().map(Cow::Borrowed),
-            Text::Protocol => given("HTTP/1.1"),
-            Text::Scheme => given(&self.scheme),
-            Text::ClientIp => given(&self.address),
-            Text::LocalIp => given("127.0.0.1"),
-            Text::Site => self.site.as_deref().map(Cow::Borrowed),
-            Text::Tenant => self.tenant.as_deref().map(Cow::Borrowed),
-            Text::RequestId => given(&"0".repeat(32)),
-            Text::DocumentRoot
-            | Text::Filename
-            | Text::PathInfo
-            | Text::User
-            | Text::Node
-            | Text::ContentType
-            | Text::StatusLine => None,
+            TextFact::Query => self.query.as_deref().map(Cow::Borrowed),
+            TextFact::Protocol => given("HTTP/1.1"),
+            TextFact::Scheme => given(&self.scheme),
+            TextFact::ClientIp => given(&self.address),
+            TextFact::LocalIp => given("127.0.0.1"),
+            TextFact::Site => self.site.as_deref().map(Cow::Borrowed),
+            TextFact::Tenant => self.tenant.as_deref().map(Cow::Borrowed),
+            TextFact::RequestId => given(&"0".repeat(32)),
+            TextFact::DocumentRoot
+            | TextFact::Filename
+            | TextFact::PathInfo
+            | TextFact::User
+            | TextFact::Node
+            | TextFact::ContentType
+            | TextFact::StatusLine => None,
         }
     }
 
-    fn number(&self, number: Number) -> Option<i64> {
+    fn number(&self, number: NumberFact) -> Option<i64> {
         match number {
-            Number::ArrivedUs => {
+            NumberFact::ArrivedUs => {
                 let since = SystemClock.wall().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
                 i64::try_from(since.as_micros()).ok()
             }
-            Number::Running | Number::Waiting | Number::SiteRunning | Number::SiteWaiting => Some(0),
+            NumberFact::Running | NumberFact::Waiting | NumberFact::SiteRunning | NumberFact::SiteWaiting => {
+                Some(0)
+            }
             _ => None,
         }
     }
@@ -227,7 +231,7 @@ impl Facts for Case {
 
     fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
 
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool {
         match self.settings.get(key) {
             None => return false,
             Some(Value::Object(fields)) => {
@@ -238,15 +242,15 @@ impl Facts for Case {
         true
     }
 
-    fn cell_exists(&self, _: Controller, _: &CellName) -> bool {
+    fn cell_exists(&self, _: CgroupController, _: &CellName) -> bool {
         false
     }
 
-    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
+    fn cell_value(&self, _: CgroupController, _: &CellName, _: &str) -> Option<String> {
         None
     }
 
-    fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<RequestUsage> {
         None
     }
 
@@ -279,8 +283,8 @@ mod tests {
 
     use super::*;
 
-    fn case() -> Case {
-        Case {
+    fn case() -> TestCase {
+        TestCase {
             method: "GET".into(),
             scheme: "https".into(),
             host: "www.example.org".into(),
@@ -293,7 +297,7 @@ mod tests {
                 ("limits".to_owned(), json!({"cpu": "50%"})),
             ]
             .into(),
-            ..Case::default()
+            ..TestCase::default()
         }
     }
 
@@ -301,7 +305,7 @@ mod tests {
     fn each_decision_is_a_line() {
         let text = "limit KVS['limits']\nlane 'slow', run: 2, wait: '5s'\npriority 3\nlog request.query\n\
                     answer 403, 'no' if request.header['User-Agent'] == 'bot' && request.scheme == 'https'\n";
-        let outcome = run(&Question { text: text.into(), case: case() }, "a.rb");
+        let outcome = run(&RuleQuestion { text: text.into(), case: case() }, "a.rb");
         assert_eq!(outcome.faults, []);
         assert_eq!(outcome.log, ["a=1"]);
         let lines: Vec<_> = outcome.decided.iter().map(String::as_str).collect();
@@ -313,9 +317,9 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_of_the_wrong_kind_is_named_with_its_line_beside_what_holds() {
+    fn a_setting_of_the_wrong_kind_is_named_with_its_line() {
         let text = "answer 403\nlimit KVS[request.host]\n";
-        let outcome = run(&Question { text: text.into(), case: case() }, "a.rb");
+        let outcome = run(&RuleQuestion { text: text.into(), case: case() }, "a.rb");
         assert_eq!(outcome.decided, ["answer: 403, 0 bytes"]);
         let [fault] = &outcome.faults[..] else { panic!("{:?}", outcome.faults) };
         assert_eq!(fault.line, Some(2));

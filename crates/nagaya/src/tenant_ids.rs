@@ -1,18 +1,19 @@
-//! Which ids tenants may have on this machine: by the configuration, the edge's own ids, and the machine's groups.
+//! Decides which ids tenants may have on this machine. Sources are the configuration, the edge's
+//! own ids, and the machine's groups.
 //!
-//! Not here: the judgement (`nagaya_cmdb::check::IdPolicy`), whose rights the edge has (`supervisor::identity`).
+//! Not here: the judgement (`nagaya_records::check::IdPolicy`), the user of the edge (`identity`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read as _;
 use std::sync::Arc;
 
-use nagaya_cmdb::check::{IdPolicy, PRIVILEGED_GROUPS, TENANT_ID_MIN};
+use nagaya_records::check::{IdPolicy, PRIVILEGED_GROUPS, TENANT_ID_MIN};
 use nix::unistd::{Group, User};
 use parking_lot::Mutex;
 
-use crate::config::Settings;
-use crate::supervisor::identity;
+use crate::config::NodeSettings;
+use crate::identity;
 
 /// Bytes of the machine's list of groups that are read.
 const GROUPS_LEN_MAX: u64 = 1 << 20;
@@ -20,43 +21,44 @@ const GROUPS_LEN_MAX: u64 = 1 << 20;
 /// The machine's groups (group(5)).
 const GROUPS: &str = "/etc/group";
 
-/// The configuration's word on ids, shared by all who ask. A reload changes it for all of them.
+/// The configuration's policy for ids, shared by all users. A reload changes it for all of them.
 #[derive(Debug, Clone)]
 pub struct IdSource {
-    /// Uids of tenants added without one begin here.
+    /// Lowest uid for tenants that are added without one.
     pub uid_base: u32,
     known: Arc<Mutex<IdPolicy>>,
 }
 
 impl IdSource {
-    pub fn of(settings: &Settings) -> Self {
+    pub fn of(settings: &NodeSettings) -> Self {
         Self { uid_base: settings.uid_base, known: Arc::new(Mutex::new(policy(settings))) }
     }
 
-    /// On a machine of which nothing is known.
+    /// Makes a source for an unknown machine.
     #[cfg(test)]
     pub fn from_base(uid_base: u32) -> Self {
         Self { uid_base, known: Arc::default() }
     }
 
-    /// Takes a changed configuration over. The edge's ids hold as long as its process.
-    pub fn reload(&self, settings: &Settings) {
+    /// Takes over a changed configuration. The edge's ids hold as long as its process.
+    pub fn reload(&self, settings: &NodeSettings) {
         *self.known.lock() = policy(settings);
     }
 
-    /// Whether a new tenant may get this uid, and gid: it is refused to none, and no user of the machine has it.
+    /// Returns whether a new tenant may get this uid, and gid. It must be allowed, and no user of
+    /// the machine may have it.
     pub fn is_free(&self, uid: u32) -> bool {
         self.policy().takes(uid) && !matches!(User::from_uid(uid.into()), Ok(Some(_)))
     }
 
-    /// With the groups that the machine has now.
+    /// Returns the policy with the present groups of the machine.
     pub fn policy(&self) -> IdPolicy {
         IdPolicy { groups: groups(), ..self.known.lock().clone() }
     }
 }
 
-/// Returns what this machine refuses.
-pub fn policy(settings: &Settings) -> IdPolicy {
+/// Returns the policy of this machine.
+pub fn policy(settings: &NodeSettings) -> IdPolicy {
     let edge = identity::of_edge(settings);
     let admin = &settings.admin;
     let named = [&admin.read, &admin.operate, &admin.all].into_iter().flatten();
@@ -71,18 +73,18 @@ pub fn policy(settings: &Settings) -> IdPolicy {
     }
 }
 
-/// Of names and numbers; names that nobody has are `check-config`'s business.
+/// Returns the ids of names and numbers; `check-config` reports unknown names.
 fn numbers(entries: &[String], find: fn(&str) -> Option<u32>) -> BTreeSet<u32> {
     entries.iter().filter_map(|entry| find(entry)).collect()
 }
 
-/// Of a user's name or number.
+/// Returns the uid of a user's name or number.
 pub fn uid_of(user: &str) -> Option<u32> {
     let found = || User::from_name(user).ok().flatten().map(|user| user.uid.as_raw());
     user.parse().ok().or_else(found)
 }
 
-/// Of a group's name or number.
+/// Returns the gid of a group's name or number.
 pub fn gid_of(group: &str) -> Option<u32> {
     let found = || Group::from_name(group).ok().flatten().map(|group| group.gid.as_raw());
     group.parse().ok().or_else(found)
@@ -90,16 +92,17 @@ pub fn gid_of(group: &str) -> Option<u32> {
 
 fn groups() -> BTreeMap<u32, String> {
     let mut text = Vec::new();
-    // Without the list, numbers alone decide.
+    // Without the list, only numbers decide.
     let _ = File::open(GROUPS).and_then(|file| file.take(GROUPS_LEN_MAX).read_to_end(&mut text));
     notable_groups(&String::from_utf8_lossy(&text))
 }
 
-/// Lines are `name:password:gid:members`.
+/// Parses lines `name:password:gid:members`.
 fn notable_groups(text: &str) -> BTreeMap<u32, String> {
     let notable = |line: &str| {
         let mut fields = line.split(':');
-        let (name, gid) = (fields.next()?, fields.nth(1)?.parse::<u32>().ok()?);
+        let name = fields.next()?;
+        let gid = fields.nth(1)?.parse::<u32>().ok()?;
         (gid < TENANT_ID_MIN || PRIVILEGED_GROUPS.contains(&name)).then(|| (gid, name.to_owned()))
     };
     text.lines().filter_map(notable).collect()
@@ -123,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn users_of_the_machine_and_of_the_system_are_not_given_to_tenants() {
+    fn users_of_machine_and_system_are_not_given_to_tenants() {
         let ids = IdSource::from_base(7000);
         for (uid, is_free) in [(0, false), (33, false), (65_534, false), (u32::MAX - 7, true)] {
             assert_eq!(ids.is_free(uid), is_free, "{uid}");
@@ -132,7 +135,7 @@ mod tests {
 
     #[test]
     fn the_configuration_is_shared_by_all_who_ask() {
-        let mut settings = Settings::default();
+        let mut settings = NodeSettings::default();
         let ids = IdSource::of(&settings);
         let other = ids.clone();
         settings.system_ids.groups = vec!["33".into()];

@@ -1,11 +1,14 @@
-//! What is done for an instance that is short of CPU, and taken back when it is not any more.
+//! Decides how to help an instance that is short of CPU, and when to undo that.
 //!
-//! In this order, each step only if the one before does not do: its limit is raised where it is, at once, while its node has CPU left;
-//! it is moved to a node with clearly more left, at a quiet moment; one more node gets it, too, if it may run on several. Back down the
-//! same way, much later than up. What was moved or copied rests, and a node takes part in only so many moves a minute: a balance that
-//! swings does more harm than one that is a little off.
+//! The steps come in this order, each only if the one before is not enough. First, its limit is
+//! raised in place, at once, while its node has CPU left. Then it moves to a node with clearly more
+//! left, at a quiet moment. Then one more node gets it, too, if several may run it. The same steps
+//! are undone in reverse, much later. A site that was moved or copied is left alone for a while. A
+//! node takes part in only a few moves per minute. A balance that swings does more harm than one
+//! that is slightly off.
 //!
-//! Not here: measuring (`nagaya-keeper`), where a site goes when its node is gone (`planner`), carrying it out (`nagaya`).
+//! Not here: measuring (`nagaya-keeper`), the next node after a node was lost (`planner`), carrying
+//! a step out (`nagaya`).
 
 #[cfg(test)]
 mod tests;
@@ -16,48 +19,51 @@ use std::time::Duration;
 
 use crate::Moment;
 
-/// Who was short is not any more when it is so for less than this part of the time that made it short.
+/// Part of the `short` threshold below which an instance is no longer short of CPU.
 const NOT_SHORT: f32 = 0.2;
-/// Part of its CPU limit below which that is more than it needs.
+/// Part of its CPU limit below which the limit is more than the instance needs.
 const LITTLE_USED: f32 = 0.4;
 
-/// One raise, as a factor, and the pause after which the next one may follow: what it did must have been measured.
+/// One raise as a factor, and the pause before the next one: the effect must be measured first.
 const RAISE: f32 = 2.0;
 const RAISE_PAUSE: Duration = Duration::from_secs(1);
 
-/// Requests under way at a quiet moment.
+/// Requests in flight at a quiet moment.
 const QUIET: u32 = 1;
 
 /// How often the rest of a site that is moved again and again doubles.
 const RESTS_DOUBLED_MAX: u32 = 4;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Sites that are remembered, more than a node runs at once; of more, the one longest not seen is forgotten.
+/// Sites that are remembered, more than a node runs at once. Beyond that, the one longest not seen
+/// is forgotten.
 const SITES_MAX: usize = 65_536;
 
-/// From when on something is done, and how often. What an operator can set; parts are of 1.
+/// Thresholds and intervals of balancing, set by the operator. Parts are of 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Terms {
-    /// Part of the time with work ready and no CPU for it from which on an instance is short of it.
+pub struct BalanceConfig {
+    /// Part of the time with work ready and no CPU for it, at which an instance becomes short of
+    /// CPU.
     pub short: f32,
-    /// Part of a node's CPU above which nobody is given more there.
+    /// Part of a node's CPU in use above which no limit is raised there.
     pub busy: f32,
-    /// Short of CPU for so long before it is moved, and before that is done without waiting for a quiet moment.
+    /// Time short of CPU before a site moves, and before it moves without a quiet moment.
     pub move_after: Duration,
     pub move_anyway_after: Duration,
-    /// A better node: with the site on it no more than this in use, and so much less than where it is.
+    /// Conditions for a better node. It has at most this part in use with the site on it. It also
+    /// has this much less in use than the present node.
     pub target: f32,
     pub better_by: f32,
-    /// A site that was moved is left where it is for this long; twice as long each time it needs it again soon after, up to sixteen
-    /// times: load that comes and goes is not followed around.
+    /// Time for which a moved site is left alone. It doubles each time the site needs a move again
+    /// soon after, up to sixteen times. So load that comes and goes is not followed around.
     pub site_rests: Duration,
-    /// Moves that a node takes part in.
+    /// Moves per minute in which a node takes part.
     pub moves_per_minute: u32,
-    /// With more than enough for so long, a limit is lowered by one step.
+    /// Time with more than enough CPU after which a limit is lowered by one step.
     pub lower_after: Duration,
 }
 
-impl Default for Terms {
+impl Default for BalanceConfig {
     fn default() -> Self {
         Self {
             short: 0.25,
@@ -73,44 +79,45 @@ impl Default for Terms {
     }
 }
 
-/// What the instance of a site did lately, on the node that runs it.
+/// Recent load of a site's instance on the node that runs it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SiteLoad<S, N> {
     pub site: S,
     pub node: N,
     /// Part of the time with work ready and no CPU for it, 0 to 1.
     pub starved: f32,
-    /// Part of the time in which that was for want of its limit, or one above.
+    /// Part of the time in which its own limit, or one above it, caused that.
     pub throttled: f32,
     /// CPUs in use, on average.
     pub cpus_used: f32,
     /// CPUs that it would use on a node that has them, as far as can be known.
     pub wants: f32,
-    /// Its limit now, what its record says, and how far it may be raised.
+    /// Its limit now, the limit of its record, and the highest limit.
     pub limit: f32,
     pub limit_base: f32,
     pub limit_max: f32,
-    /// Requests under way.
+    /// Requests in flight.
     pub in_flight: u32,
     pub memory_bytes: u64,
-    /// How long ago another node gave it to this one for its load.
+    /// How long ago another node handed it to this one because of its load.
     pub came: Option<Duration>,
-    /// All nodes that have it. Of one that is not known to have any, its own counts.
+    /// All nodes that have it. A node that is not known to have any counts as its own.
     pub nodes: Vec<N>,
-    /// How many may.
+    /// Most nodes that may have it.
     pub nodes_max: u32,
-    /// This node is the last that got it, and goes first.
+    /// This node got it last, and gives it up first.
     pub is_last: bool,
-    /// CPUs that the others use for it. None: that is not known now, or there are none.
+    /// CPUs that the other nodes use for it. `None` if that is unknown now, or if there are none.
     pub others_used: Option<f32>,
 }
 
 impl<S: Clone, N> SiteLoad<S, N> {
-    fn decide(&self, step: Step<N>, words: String) -> Decision<S, N> {
-        Decision { site: self.site.clone(), step, words }
+    fn decide(&self, step: BalanceStep<N>, words: String) -> BalanceDecision<S, N> {
+        BalanceDecision { site: self.site.clone(), step, words }
     }
 
-    /// All that is used of it would be little for one node fewer, by the limit that its record gives it on each.
+    /// Returns whether its total use would be little on one node fewer, with the record's limit on
+    /// each node.
     fn is_spare(&self) -> bool {
         let rest = self.nodes.len().saturating_sub(1) as f32;
         let used = self.others_used.map(|others| others + self.cpus_used);
@@ -118,7 +125,7 @@ impl<S: Clone, N> SiteLoad<S, N> {
     }
 }
 
-/// What a node has left.
+/// Free capacity of a node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeLoad<N> {
     pub node: N,
@@ -126,9 +133,9 @@ pub struct NodeLoad<N> {
     /// Part of its CPUs in use, 0 to 1.
     pub cpu_used: f32,
     pub memory_free: u64,
-    /// It answers, is not drained, and so on: it may be given sites.
+    /// It may be given sites: it answers, is not drained, and so on.
     pub is_open: bool,
-    /// Sites that it was given for their load within the last minute, whoever gave them.
+    /// Sites that any node handed to it for their load within the last minute.
     pub arrivals: u32,
 }
 
@@ -140,74 +147,75 @@ impl<N: Display> NodeLoad<N> {
 
 /// One step for one site.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Step<N> {
-    /// Its CPU limit becomes this, where it is.
+pub enum BalanceStep<N> {
+    /// Changes its CPU limit to this, in place.
     Raise(f32),
     Lower(f32),
-    /// To this node, under the next epoch, without an error: new requests wait, old ones finish.
+    /// Moves it to this node, under the next epoch, without an error: new requests wait, old ones
+    /// finish.
     Move(N),
-    /// This node gets it, too.
+    /// Adds this node as a replica.
     Copy(N),
-    /// This node gives it up to the others that have it.
+    /// Removes this node's replica; the other nodes keep theirs.
     Uncopy,
 }
 
-/// A step, and why, in words for `nagaya explain`.
+/// A step and its reason, in words for `nagaya explain`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Decision<S, N> {
+pub struct BalanceDecision<S, N> {
     pub site: S,
-    pub step: Step<N>,
+    pub step: BalanceStep<N>,
     pub words: String,
 }
 
-/// What is remembered of sites and nodes. Each node decides for the sites that run on it.
+/// Memory of sites and nodes. Each node decides for the sites that run on it.
 #[derive(Debug, Clone)]
-pub struct Balance<S, N> {
-    terms: Terms,
-    sites: BTreeMap<S, Memory>,
+pub struct LoadBalance<S, N> {
+    terms: BalanceConfig,
+    sites: BTreeMap<S, BalanceMemory>,
     moves: BTreeMap<N, VecDeque<Moment>>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Memory {
+struct BalanceMemory {
     short_since: Option<Moment>,
     calm_since: Option<Moment>,
     changed: Option<Moment>,
     moved: Option<Moment>,
-    /// Times that it was moved soon after it had rested.
+    /// How often it was moved again soon after its rest.
     restless: u32,
-    /// One node fewer would do.
+    /// Since when one node fewer would be enough.
     spare_since: Option<Moment>,
-    /// When this node last gave it to one more, and how many had it before.
+    /// When this node last added a replica, and how many nodes had it before.
     copied: Option<(Moment, usize)>,
     seen: Moment,
 }
 
-impl Memory {
-    fn rests(&self, terms: &Terms) -> Duration {
+impl BalanceMemory {
+    fn rests(&self, terms: &BalanceConfig) -> Duration {
         terms.site_rests * 2u32.pow(self.restless.min(RESTS_DOUBLED_MAX))
     }
 }
 
-impl<S: Ord + Clone, N: Ord + Clone> Default for Balance<S, N> {
+impl<S: Ord + Clone, N: Ord + Clone> Default for LoadBalance<S, N> {
     fn default() -> Self {
-        Self { terms: Terms::default(), sites: BTreeMap::new(), moves: BTreeMap::new() }
+        Self { terms: BalanceConfig::default(), sites: BTreeMap::new(), moves: BTreeMap::new() }
     }
 }
 
-impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
-    pub fn set_terms(&mut self, terms: Terms) {
+impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> LoadBalance<S, N> {
+    pub fn set_terms(&mut self, terms: BalanceConfig) {
         self.terms = terms;
     }
 
-    /// What has just been measured of a site; called about every second for those that run. `nodes` holds its own node, too. At most
-    /// one step for it.
-    pub fn look(
+    /// Evaluates new measurements of a site, about once a second for each running site. `nodes`
+    /// includes its own node. Returns at most one step for it.
+    pub fn decide_step(
         &mut self,
         now: Moment,
         load: &SiteLoad<S, N>,
         nodes: &[NodeLoad<N>],
-    ) -> Option<Decision<S, N>> {
+    ) -> Option<BalanceDecision<S, N>> {
         let memory = self.remember(now, load);
         let here = nodes.iter().find(|node| node.node == load.node)?;
         let short = memory.short_since.map(|since| now.since(since));
@@ -226,27 +234,27 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         Some(decision)
     }
 
-    /// How long the site has been short of CPU by now.
+    /// Returns how long the site has been short of CPU.
     pub fn short_for(&self, now: Moment, site: &S) -> Option<Duration> {
         self.sites.get(site)?.short_since.map(|since| now.since(since))
     }
 
-    /// How long it is still left where it is.
+    /// Returns how long the site is still left alone.
     pub fn rests_for(&self, now: Moment, site: &S) -> Option<Duration> {
         let memory = self.sites.get(site)?;
         memory.rests(&self.terms).checked_sub(now.since(memory.moved?)).filter(|left| !left.is_zero())
     }
 
-    /// The site does not run on this node any more.
-    pub fn left(&mut self, site: &S) {
+    /// Notes that the site no longer runs on this node.
+    pub fn forget_site(&mut self, site: &S) {
         if let Some(memory) = self.sites.get_mut(site) {
-            // That it was moved or copied is remembered, as it may come back.
-            let Memory { moved, restless, copied, seen, .. } = *memory;
-            *memory = Memory { moved, restless, copied, seen, ..Memory::default() };
+            // Its move or replica stays remembered, as the site may come back.
+            let BalanceMemory { moved, restless, copied, seen, .. } = *memory;
+            *memory = BalanceMemory { moved, restless, copied, seen, ..BalanceMemory::default() };
         }
     }
 
-    fn remember(&mut self, now: Moment, load: &SiteLoad<S, N>) -> Memory {
+    fn remember(&mut self, now: Moment, load: &SiteLoad<S, N>) -> BalanceMemory {
         if self.sites.len() >= SITES_MAX && !self.sites.contains_key(&load.site) {
             let oldest = self.sites.iter().min_by_key(|(_, memory)| memory.seen);
             if let Some(oldest) = oldest.map(|(site, _)| site.clone()) {
@@ -256,7 +264,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         let memory = self.sites.entry(load.site.clone()).or_default();
         memory.seen = now;
         let not_short = self.terms.short * NOT_SHORT;
-        // Between the two nothing begins, but what has begun goes on.
+        // Between the two thresholds nothing begins, but an ongoing shortage continues.
         if load.starved >= self.terms.short {
             memory.short_since.get_or_insert(now);
         } else if load.starved <= not_short {
@@ -267,9 +275,10 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         } else {
             memory.calm_since = None;
         }
-        match load.is_spare() {
-            true => _ = memory.spare_since.get_or_insert(now),
-            false => memory.spare_since = None,
+        if load.is_spare() {
+            _ = memory.spare_since.get_or_insert(now)
+        } else {
+            memory.spare_since = None
         }
         let came = load.came.map(|ago| now.before(ago));
         memory.moved = memory.moved.max(came);
@@ -281,10 +290,10 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         now: Moment,
         load: &SiteLoad<S, N>,
         here: &NodeLoad<N>,
-        memory: &Memory,
-    ) -> Option<Decision<S, N>> {
+        memory: &BalanceMemory,
+    ) -> Option<BalanceDecision<S, N>> {
         let paused = memory.changed.is_none_or(|changed| now.since(changed) >= RAISE_PAUSE);
-        // Else it is short of what others use, and a higher limit would give it nothing.
+        // Otherwise other load causes the shortage, and a higher limit would not help.
         let is_limited = load.throttled >= self.terms.short;
         let is_busy = here.cpu_used > self.terms.busy;
         if !is_limited || load.limit >= load.limit_max || is_busy || !paused {
@@ -298,7 +307,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             here.node,
             percent(here.cpu_used),
         );
-        Some(load.decide(Step::Raise(cpus), words))
+        Some(load.decide(BalanceStep::Raise(cpus), words))
     }
 
     fn relocate(
@@ -307,9 +316,9 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         load: &SiteLoad<S, N>,
         here: &NodeLoad<N>,
         nodes: &[NodeLoad<N>],
-        memory: &Memory,
+        memory: &BalanceMemory,
         short: Duration,
-    ) -> Option<Decision<S, N>> {
+    ) -> Option<BalanceDecision<S, N>> {
         let is_quiet = load.in_flight <= QUIET || short >= self.terms.move_anyway_after;
         if !self.is_short(load, short) || !is_quiet || !self.may_move(now, memory, here) {
             return None;
@@ -322,15 +331,16 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             to.in_words(),
             if load.in_flight <= QUIET { ", at a quiet moment" } else { ", as no moment was quiet" },
         );
-        Some(load.decide(Step::Move(to.node.clone()), words))
+        Some(load.decide(BalanceStep::Move(to.node.clone()), words))
     }
 
-    /// For long, and still: what was short and is only a little so by now stays.
+    /// Returns whether it was short for long and still is. An instance that is only slightly short
+    /// by now stays.
     fn is_short(&self, load: &SiteLoad<S, N>, short: Duration) -> bool {
         load.starved >= self.terms.short && short >= self.terms.move_after
     }
 
-    /// The node that it should rather be on.
+    /// Returns a better node for the site.
     fn better<'n>(
         &self,
         now: Moment,
@@ -348,19 +358,20 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         load: &SiteLoad<S, N>,
         here: &NodeLoad<N>,
         nodes: &[NodeLoad<N>],
-        memory: &Memory,
+        memory: &BalanceMemory,
         short: Duration,
-    ) -> Option<Decision<S, N>> {
+    ) -> Option<BalanceDecision<S, N>> {
         let count = load.nodes.len().max(1);
         let is_limited = load.throttled >= self.terms.short && load.limit < load.limit_max;
         if is_limited && here.cpu_used <= self.terms.busy {
-            // It gets more here in a moment.
+            // Its limit can be raised here in a moment.
             return None;
         }
         if !self.is_short(load, short) || count >= load.nodes_max as usize || !self.has_budget(now, here) {
             return None;
         }
-        // What the last one has changed must have been measured; one that came to nothing is not tried again soon.
+        // The effect of the last replica must have been measured. A replica that had no effect is
+        // not tried again soon.
         let pause = match memory.copied {
             Some((_, before)) if count <= before => self.terms.site_rests,
             _ => self.terms.move_after,
@@ -368,7 +379,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         if memory.copied.is_some_and(|(at, _)| now.since(at) < pause) {
             return None;
         }
-        // One that may be moved there at a quiet moment costs less than two.
+        // One instance that may move there at a quiet moment costs less than two.
         if self.may_move(now, memory, here) && self.better(now, load, here, nodes).is_some() {
             return None;
         }
@@ -382,10 +393,15 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             count + 1,
             load.nodes_max,
         );
-        Some(load.decide(Step::Copy(to.node.clone()), words))
+        Some(load.decide(BalanceStep::Copy(to.node.clone()), words))
     }
 
-    fn uncopy(&self, now: Moment, load: &SiteLoad<S, N>, memory: &Memory) -> Option<Decision<S, N>> {
+    fn uncopy(
+        &self,
+        now: Moment,
+        load: &SiteLoad<S, N>,
+        memory: &BalanceMemory,
+    ) -> Option<BalanceDecision<S, N>> {
         let spare = now.since(memory.spare_since?);
         let has_rested = load.came.is_none_or(|came| came >= self.terms.site_rests);
         if spare < self.terms.lower_after || !has_rested {
@@ -399,20 +415,20 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             count - 1,
             load.node,
         );
-        Some(load.decide(Step::Uncopy, words))
+        Some(load.decide(BalanceStep::Uncopy, words))
     }
 
-    /// It has more than it may, since a record or setting was changed.
-    fn bound(load: &SiteLoad<S, N>) -> Decision<S, N> {
+    /// Lowers its limit to the maximum, because a record or setting was changed.
+    fn bound(load: &SiteLoad<S, N>) -> BalanceDecision<S, N> {
         let cpus = load.limit_max;
         let words = format!(
             "its limit of {:.2} CPUs is more than it may be raised to now: lowered to {cpus:.2}",
             load.limit
         );
-        load.decide(Step::Lower(cpus), words)
+        load.decide(BalanceStep::Lower(cpus), words)
     }
 
-    fn give_back(&self, load: &SiteLoad<S, N>, calm: Duration) -> Option<Decision<S, N>> {
+    fn give_back(&self, load: &SiteLoad<S, N>, calm: Duration) -> Option<BalanceDecision<S, N>> {
         if calm < self.terms.lower_after || load.limit <= load.limit_base {
             return None;
         }
@@ -423,10 +439,10 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             load.limit,
             calm.as_secs()
         );
-        Some(load.decide(Step::Lower(cpus), words))
+        Some(load.decide(BalanceStep::Lower(cpus), words))
     }
 
-    /// The node with the least in use once so much of the site is there, if that is little enough.
+    /// Returns the node with the least in use once the site is there, if that is little enough.
     fn best<'n>(
         &self,
         now: Moment,
@@ -446,7 +462,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         (best.1 <= self.terms.target).then_some(best)
     }
 
-    fn may_move(&self, now: Moment, memory: &Memory, from: &NodeLoad<N>) -> bool {
+    fn may_move(&self, now: Moment, memory: &BalanceMemory, from: &NodeLoad<N>) -> bool {
         let has_rested = memory.moved.is_none_or(|moved| now.since(moved) >= memory.rests(&self.terms));
         has_rested && self.has_budget(now, from)
     }
@@ -454,25 +470,26 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
     fn has_budget(&self, now: Moment, node: &NodeLoad<N>) -> bool {
         let recent = |moves: &VecDeque<Moment>| moves.iter().filter(|at| now.since(**at) < MINUTE).count();
         let own = self.moves.get(&node.node).map_or(0, recent);
-        // What this node gave to it may be among the arrivals.
+        // The arrivals may include sites that this node handed over.
         own.max(node.arrivals as usize) < self.terms.moves_per_minute as usize
     }
 
-    fn done(&mut self, now: Moment, load: &SiteLoad<S, N>, step: &Step<N>) {
+    fn done(&mut self, now: Moment, load: &SiteLoad<S, N>, step: &BalanceStep<N>) {
         let memory = self.sites.entry(load.site.clone()).or_default();
         memory.changed = Some(now);
-        (memory.calm_since, memory.spare_since) = (None, None);
-        if let Step::Copy(_) = step {
+        memory.calm_since = None;
+        memory.spare_since = None;
+        if let BalanceStep::Copy(_) = step {
             memory.copied = Some((now, load.nodes.len().max(1)));
         }
-        if let Step::Move(_) = step {
+        if let BalanceStep::Move(_) = step {
             let soon = memory.rests(&self.terms) * 3;
             let is_soon = memory.moved.is_some_and(|moved| now.since(moved) < soon);
             memory.restless = if is_soon { memory.restless + 1 } else { 0 };
             memory.moved = Some(now);
             memory.short_since = None;
         }
-        let (Step::Move(to) | Step::Copy(to)) = step else { return };
+        let (BalanceStep::Move(to) | BalanceStep::Copy(to)) = step else { return };
         for node in [to, &load.node] {
             let moves = self.moves.entry(node.clone()).or_default();
             moves.retain(|at| now.since(*at) < MINUTE);

@@ -1,22 +1,23 @@
 //! A moment of one machine's own clock.
 //!
-//! Not here: reading that clock (whoever calls), time of day (nothing here depends on it).
+//! Not here: reading that clock (the callers), time of day (nothing here depends on it).
 
 use std::ops::Add;
 use std::time::Duration;
 
-/// Nanoseconds of a clock that never goes back and runs on while the machine sleeps (CLOCK_BOOTTIME). Those of two machines have
-/// nothing to do with each other; only how fast they run is about the same ([`crate::fence::DRIFT_PPM`]).
+/// Nanoseconds of a clock that never goes back and continues while the machine sleeps
+/// (`CLOCK_BOOTTIME`). The clocks of two machines are unrelated, except that they run about equally
+/// fast ([`crate::fence::DRIFT_PPM`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Moment(pub u64);
 
 impl Moment {
-    /// How long ago `earlier` was; nothing if it is yet to come.
+    /// Returns how long ago `earlier` was; zero if it is in the future.
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// So long ago, as far as this clock has run by then.
+    /// Returns the moment that long ago, at the earliest the clock's start.
     pub fn before(self, time: Duration) -> Self {
         Self(self.0.saturating_sub(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)))
     }

@@ -1,31 +1,32 @@
-//! How long a request will wait whose site needs a place: from what such waits were made of lately, and from how many sites wait
-//! here and at the other nodes.
+//! Predicts how long a request waits whose site needs a placement. It uses the stages of recent
+//! waits, and the sites that wait here and at the other nodes.
 //!
-//! A wait is for the place (another node chosen, the store's word), for the turn there, since each node wakes so many at once, for the
-//! wake, and until the node before can serve no more. Nothing is predicted before one such wait was seen whole, and nothing of one
-//! that lasts longer than was predicted. Not here: what is done meanwhile (`relocation`), the line of one node's wakes (the
-//! keeper), which measures the same.
+//! A wait has four parts. The first is the placement: the choice of a node and the store's reply.
+//! The second is the turn there, since each node wakes a limited number at once. The third is the
+//! wake. The last is the time until the former node can serve no more. Nothing is predicted before
+//! one such wait was seen whole, or once a wait lasts longer than predicted. Not here: the steps
+//! meanwhile (`relocation`), the queue of one node's wakes (the keeper), which measures the same.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::Moment;
 
-/// Each wait moves what is expected of the next by an eighth.
+/// Each wait moves the expectation of the next by an eighth.
 const LEARN: u32 = 8;
 
-/// What one wait was made of.
+/// The parts of one wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Stages {
-    /// From the question for a place to its answer.
+pub struct WaitStages {
+    /// From the query for a placement to its reply.
     pub place: Duration,
-    /// Once its turn had come.
+    /// Time of the wake, once its turn had come.
     pub wake: Duration,
-    /// Beside an application that was ready.
+    /// Time waited for the old lease while the application was ready.
     pub fence: Duration,
 }
 
-impl Stages {
+impl WaitStages {
     fn learn(self, seen: Self) -> Self {
         let moved = |known: Duration, seen: Duration| known * (LEARN - 1) / LEARN + seen / LEARN;
         Self {
@@ -38,35 +39,35 @@ impl Stages {
 
 /// A site whose requests wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingSite {
     pub requests: u32,
     pub since: Moment,
-    /// Sites whose turn came before when its first request came.
+    /// Sites that were before it when its first request came.
     ahead: usize,
 }
 
-/// All sites that one node's requests wait for.
+/// All sites for which one node's requests wait.
 #[derive(Debug)]
-pub struct Outlook<S> {
-    waiting: BTreeMap<S, Waiting>,
-    typical: Option<Stages>,
-    /// Wakes that the other nodes say they have before them, whoever asked for them.
+pub struct WakeOutlook<S> {
+    waiting: BTreeMap<S, WaitingSite>,
+    typical: Option<WaitStages>,
+    /// Wakes that the other nodes report as before them, whichever node asked for them.
     before: usize,
 }
 
-impl<S: Ord + Clone> Outlook<S> {
+impl<S: Ord + Clone> WakeOutlook<S> {
     pub const fn new() -> Self {
         Self { waiting: BTreeMap::new(), typical: None, before: 0 }
     }
 
-    /// One request more waits for this site's place.
+    /// Notes one more request that waits for this site's placement.
     pub fn begin(&mut self, now: Moment, site: &S) {
         let ahead = self.ahead();
-        let first = || Waiting { requests: 0, since: now, ahead };
+        let first = || WaitingSite { requests: 0, since: now, ahead };
         self.waiting.entry(site.clone()).or_insert_with(first).requests += 1;
     }
 
-    /// One fewer does.
+    /// Notes one such request fewer.
     pub fn end(&mut self, site: &S) {
         let Some(waiting) = self.waiting.get_mut(site) else { return };
         waiting.requests -= 1;
@@ -75,26 +76,26 @@ impl<S: Ord + Clone> Outlook<S> {
         }
     }
 
-    /// So many wakes the other nodes have before them, under way and in line, all together.
+    /// Notes the number of wakes at the other nodes, in progress and queued, all together.
     pub fn told(&mut self, before: usize) {
         self.before = before;
     }
 
-    /// Whose turn comes before that of a site which would come now. Those that wait here are among the wakes of the other nodes, or
-    /// about to be.
+    /// Returns how many wakes go before a site that comes now. The sites waiting here are among the
+    /// wakes of the other nodes, or soon will be.
     fn ahead(&self) -> usize {
         self.waiting.len().max(self.before)
     }
 
-    /// So long one waited that was answered.
-    pub fn learn(&mut self, seen: Stages) {
+    /// Learns from the wait of a request that was served.
+    pub fn learn(&mut self, seen: WaitStages) {
         self.typical = Some(self.typical.map_or(seen, |typical| typical.learn(seen)));
     }
 
-    /// How much longer requests for this site wait, or would that come now. `at_once`: so many sites the other nodes wake at the same
-    /// time. None: nothing is known that says so.
+    /// Returns how much longer requests for this site wait, or would if they came now. `at_once` is
+    /// how many sites the other nodes wake at the same time. `None` if too little is known.
     pub fn predicted(&self, now: Moment, site: &S, at_once: usize) -> Option<Duration> {
-        let Stages { place, wake, fence } = self.typical?;
+        let WaitStages { place, wake, fence } = self.typical?;
         let own = self.waiting.get(site);
         let ahead = own.map_or(self.ahead(), |own| own.ahead);
         let turns = u32::try_from(ahead / at_once.max(1)).unwrap_or(u32::MAX);
@@ -103,13 +104,13 @@ impl<S: Ord + Clone> Outlook<S> {
         whole.checked_sub(own.map_or(Duration::ZERO, |own| now.since(own.since)))
     }
 
-    /// Who waits.
-    pub fn waiting(&self) -> impl Iterator<Item = (&S, &Waiting)> {
+    /// Returns the waiting sites.
+    pub fn waiting(&self) -> impl Iterator<Item = (&S, &WaitingSite)> {
         self.waiting.iter()
     }
 }
 
-impl<S: Ord + Clone> Default for Outlook<S> {
+impl<S: Ord + Clone> Default for WakeOutlook<S> {
     fn default() -> Self {
         Self::new()
     }
@@ -123,11 +124,11 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    const SEEN: Stages = Stages { place: ms(20), wake: ms(80), fence: ms(100) };
+    const SEEN: WaitStages = WaitStages { place: ms(20), wake: ms(80), fence: ms(100) };
 
     #[test]
     fn nothing_is_predicted_before_one_wait_was_seen() {
-        let mut outlook = Outlook::new();
+        let mut outlook = WakeOutlook::new();
         outlook.begin(Moment(0), &"wiki");
         assert_eq!(outlook.predicted(Moment(0), &"wiki", 2), None);
         outlook.learn(SEEN);
@@ -135,8 +136,8 @@ mod tests {
     }
 
     #[test]
-    fn what_has_passed_is_taken_off_and_what_lasts_longer_is_not_known() {
-        let mut outlook = Outlook::new();
+    fn passed_time_is_subtracted_and_longer_waits_are_unknown() {
+        let mut outlook = WakeOutlook::new();
         outlook.learn(SEEN);
         let begun = Moment(0) + ms(5000);
         outlook.begin(begun, &"wiki");
@@ -154,7 +155,7 @@ mod tests {
 
     #[test]
     fn of_many_sites_those_that_come_later_wait_for_their_turn() {
-        let mut outlook = Outlook::new();
+        let mut outlook = WakeOutlook::new();
         outlook.learn(SEEN);
         for site in 0..10 {
             outlook.begin(Moment(0), &site);
@@ -169,7 +170,7 @@ mod tests {
 
     #[test]
     fn wakes_that_others_asked_for_come_before() {
-        let mut outlook = Outlook::new();
+        let mut outlook = WakeOutlook::new();
         outlook.learn(SEEN);
         outlook.told(6);
         outlook.begin(Moment(0), &"wiki");
@@ -182,12 +183,12 @@ mod tests {
 
     #[test]
     fn each_wait_moves_what_is_expected_of_the_next() {
-        let mut outlook = Outlook::new();
+        let mut outlook = WakeOutlook::new();
         outlook.learn(SEEN);
-        outlook.learn(Stages { place: ms(100), ..SEEN });
+        outlook.learn(WaitStages { place: ms(100), ..SEEN });
         assert_eq!(outlook.predicted(Moment(0), &"wiki", 1), Some(ms(210)));
         for _ in 0..200 {
-            outlook.learn(Stages::default());
+            outlook.learn(WaitStages::default());
         }
         assert!(outlook.predicted(Moment(0), &"wiki", 1).unwrap() < ms(1));
     }

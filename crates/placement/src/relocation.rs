@@ -1,13 +1,15 @@
-//! Finding a site its next node, once for all requests that wait for it.
+//! Finds the next node of a site, once for all requests that wait for it.
 //!
-//! Each site that needs a place goes through the same steps: choose a node, have the store agree under the next epoch, let the
-//! requests go on there. Requests that come meanwhile join. Every step has a bound and every request an end: an answer, or a
-//! refusal that says why. How many sites a node wakes at once is its own affair.
+//! Each site that needs a placement goes through the same steps. A node is chosen, the store agrees
+//! under the next epoch, and the requests continue there. Requests that come meanwhile join. Every
+//! step is bounded, and every request ends with a response, or with a refusal that has a reason.
+//! Each node decides itself how many sites it wakes at once.
 //!
-//! A commit of which nothing was heard may still have happened, or happen later. It is looked at before it is tried again, and
-//! tried again under the same epoch only, so that of all attempts one succeeds.
+//! A commit without a reply may have happened, or may happen later. The placement is read before
+//! another attempt. A new attempt uses the same epoch only, so that one of all attempts succeeds.
 //!
-//! Not here: the choice (`planner`), whether a commit may be sent (`fence`), the store and the records (`nagaya-cmdb`).
+//! Not here: the choice (`planner`), whether a commit may be sent (`fence`), the store and the
+//! records (`nagaya-records`).
 
 #[cfg(test)]
 mod tests;
@@ -16,57 +18,61 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::Held;
+use crate::fence::MoveBlocked;
 
-/// Longest that a request waits for a place: a promise to the old node, an election among the store's members and then a line of
-/// many sites fit in, and it is less than edges wait for their supervisor, so that they are told the reason.
+/// Longest time that a request waits for a placement. It covers a promise to the old node, an
+/// election in the store, and then a queue of many sites. It is less than the edges' wait for their
+/// supervisor, so that they learn the reason.
 pub const WAIT_LONGEST: Duration = Duration::from_secs(8);
 
-/// Requests that wait for one site. Admission lets fewer through; this is the backstop.
+/// Requests that wait for one site. Admission lets fewer through; this is a safety limit.
 pub const WAITERS_MAX: usize = 4096;
 
-/// Sites that are looked after at once.
+/// Sites that are relocated at once.
 pub const SITES_MAX: usize = 16_384;
 
-/// Where no node can take a site for the moment, that is looked at again so often, unless [`Relocations::reconsider`] says sooner.
+/// Interval at which a site without a possible node is planned again, unless
+/// [`RelocationMachine::reconsider`] comes sooner.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
-/// Commits for one site before it is given up. Conflicts with others end sooner, as they are answers.
+/// Commits for one site before it is given up. Conflicts with others end sooner, as they are
+/// replies.
 pub const ATTEMPTS_MAX: u32 = 32;
 
-/// Pause after the store did not answer; doubled up to the longest.
+/// Pause after the store did not reply; it doubles up to the longest.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_LONGEST: Duration = Duration::from_millis(500);
 
-/// After this a question to the store counts as not answered.
+/// Time after which a query to the store counts as not answered.
 pub const ASK_LONGEST: Duration = Duration::from_secs(1);
 
 /// Where a site is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct At<N> {
+pub struct PlacedAt<N> {
     pub node: N,
     pub epoch: u64,
 }
 
 /// A request that waits, by the caller's number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Waiter(pub u64);
+pub struct WaiterId(pub u64);
 
-/// A question to the store. Numbers are not used again.
+/// A query to the store. Numbers are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AskId(pub u64);
 
-/// What the caller is to do.
+/// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect<S, N> {
-    /// Choose a node, not `from`; answered by [`Relocations::planned`].
+pub enum RelocationEffect<S, N> {
+    /// Choose a node other than `from`; the result goes to [`RelocationMachine::note_plan`].
     Plan {
         site: S,
         from: Option<N>,
     },
-    /// Commit `node` under the epoch after `expect` if the placement's epoch is `expect` (`None`: there is none). Before it is sent
-    /// [`crate::fence::Voucher::begin`] must agree, if `from` is another node; if it does not: [`Relocations::held`]. Answered by
-    /// [`Relocations::stored`].
+    /// Commit `node` under the epoch after `expect` if the placement's epoch is `expect` (`None` if
+    /// there is none). If `from` is another node, [`crate::fence::VouchPromises::begin`] must agree
+    /// before the commit is sent. If it does not, [`RelocationMachine::note_blocked`] is called.
+    /// The result goes to [`RelocationMachine::note_outcome`].
     AskStore {
         site: S,
         ask: AskId,
@@ -74,141 +80,145 @@ pub enum Effect<S, N> {
         from: Option<N>,
         expect: Option<u64>,
     },
-    /// Read the placement, linearizable; answered by [`Relocations::looked`].
+    /// Read the placement, linearizable; the result goes to [`RelocationMachine::note_found`].
     Look {
         site: S,
         ask: AskId,
     },
-    /// The request goes on there. `committed` is there if this node has just committed it: when, and for how long others may serve it; how long ago
-    /// that was can go with the request if it is forwarded ([`crate::fence::Arrivals::placed`]).
+    /// The request continues there. `committed` is set if this node has just committed it: when,
+    /// and how long others may serve it. A forwarded request can carry how long ago that was
+    /// ([`crate::fence::Arrivals::placed`]).
     Serve {
-        waiter: Waiter,
+        waiter: WaiterId,
         site: S,
         node: N,
         epoch: u64,
         committed: Option<(Moment, Duration)>,
     },
     Refuse {
-        waiter: Waiter,
+        waiter: WaiterId,
         site: S,
-        why: Refused,
+        why: PlacementRefusal,
     },
 }
 
-/// What the planner says.
+/// The planner's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Plan<N> {
+pub enum PlanResult<N> {
     Node(N),
-    /// The node that it was to leave is there after all: the site stays, under the epoch that it has.
+    /// The node to be left is alive after all: the site stays, under its present epoch.
     Stay,
-    /// Nobody can take it now, and somebody may in a moment: requests wait for that.
+    /// No node can take it now, but one may soon: requests wait for that.
     NotNow,
     Nowhere,
 }
 
-/// Why a request got no place.
+/// Why a request got no placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Refused {
+pub enum PlacementRefusal {
     /// No node can take the site.
     Nowhere,
-    /// The store did not agree or disagree in time, or the old node did not say that it knows this one.
+    /// The store did not agree or disagree in time. Or the old node did not say that it knows this
+    /// one.
     StoreSilent,
     /// A promise to the old node lasted longer than the request may wait.
     TooLate,
-    /// More wait already than may.
+    /// Too many requests wait already.
     TooMany,
 }
 
-/// What the store said to a commit.
+/// The store's reply to a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome<N> {
-    /// Done, and known since `at`. For `wait` others may serve it.
+pub enum CommitOutcome<N> {
+    /// It is done, and known since `at`. Others may serve the site for `wait`.
     Committed { at: Moment, wait: Duration },
-    /// The epoch was another one: this is the placement.
-    Conflict(Option<At<N>>),
-    /// It has certainly not been done and will not be.
+    /// The epoch was different: this is the placement.
+    Conflict(Option<PlacedAt<N>>),
+    /// It was certainly not done and never will be.
     NotDone,
-    /// There is no such site or node any more.
+    /// The site or node no longer exists.
     Void,
-    /// Nobody knows.
+    /// The outcome is unknown.
     Unknown,
 }
 
-impl<S: Ord + Clone, N: Ord + Clone> Default for Relocations<S, N> {
+impl<S: Ord + Clone, N: Ord + Clone> Default for RelocationMachine<S, N> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-/// All sites that need a place, as seen by one node.
+/// All sites that need a placement, as seen by one node.
 #[derive(Debug)]
-pub struct Relocations<S, N> {
-    sites: BTreeMap<S, Site<N>>,
+pub struct RelocationMachine<S, N> {
+    sites: BTreeMap<S, PendingSite<N>>,
     /// One for each of `sites`: when it next needs [`Self::tick`].
     alarms: BTreeSet<(Moment, S)>,
     next: u64,
 }
 
 #[derive(Debug)]
-struct Site<N> {
-    waiters: Vec<Waiting>,
-    /// The placement that did not do.
+struct PendingSite<N> {
+    waiters: Vec<WaitingRequest>,
+    /// The placement that did not work.
     seen: Option<u64>,
     from: Option<N>,
     target: Option<N>,
-    step: Step,
+    step: RelocationStep,
     attempts: u32,
     alarm: Moment,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Waiting {
-    waiter: Waiter,
+struct WaitingRequest {
+    waiter: WaiterId,
     seen: Option<u64>,
     until: Moment,
-    /// Questions from this one on were asked after it had seen what it has seen.
+    /// Queries from this one on were sent after it had seen that placement.
     since: AskId,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+enum RelocationStep {
     Planning,
-    /// Until then a promise forbids the commit.
+    /// A promise forbids the commit until then.
     Held(Moment),
     Asking(AskId, Moment),
     Looking(AskId, Moment),
-    /// Until then the store is left alone; then it is read.
+    /// The store is left alone until then; then it is read.
     Pausing(Moment),
-    /// Until then no node can take it; then that is looked at again.
+    /// No node can take it until then; then it is planned again.
     Nobody(Moment),
 }
 
-impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
+impl<S: Ord + Clone, N: Ord + Clone> RelocationMachine<S, N> {
     pub const fn new() -> Self {
         Self { sites: BTreeMap::new(), alarms: BTreeSet::new(), next: 1 }
     }
 
-    /// A request needs a place for the site; under epoch `seen` it got no answer. `known` is the placement in this node's copy.
-    pub fn need(
+    /// Adds a request that needs a placement for the site, as epoch `seen` gave no response.
+    /// `known` is the placement in this node's copy.
+    pub fn add_waiter(
         &mut self,
         now: Moment,
         site: S,
-        waiter: Waiter,
+        waiter: WaiterId,
         seen: Option<u64>,
-        known: Option<At<N>>,
-        effects: &mut Vec<Effect<S, N>>,
+        known: Option<PlacedAt<N>>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
     ) {
-        if let Some(At { node, epoch }) = known.as_ref()
+        if let Some(PlacedAt { node, epoch }) = known.as_ref()
             && seen.is_none_or(|seen| *epoch > seen)
         {
-            let (node, epoch) = (node.clone(), *epoch);
-            effects.push(Effect::Serve { waiter, site, node, epoch, committed: None });
+            let node = node.clone();
+            let epoch = *epoch;
+            effects.push(RelocationEffect::Serve { waiter, site, node, epoch, committed: None });
             return;
         }
-        let waiting = Waiting { waiter, seen, until: now + WAIT_LONGEST, since: AskId(self.next) };
+        let waiting = WaitingRequest { waiter, seen, until: now + WAIT_LONGEST, since: AskId(self.next) };
         if let Some(under_way) = self.sites.get_mut(&site) {
             if under_way.waiters.len() >= WAITERS_MAX {
-                effects.push(Effect::Refuse { waiter, site, why: Refused::TooMany });
+                effects.push(RelocationEffect::Refuse { waiter, site, why: PlacementRefusal::TooMany });
                 return;
             }
             under_way.waiters.push(waiting);
@@ -216,16 +226,16 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             return;
         }
         if self.sites.len() >= SITES_MAX {
-            effects.push(Effect::Refuse { waiter, site, why: Refused::TooMany });
+            effects.push(RelocationEffect::Refuse { waiter, site, why: PlacementRefusal::TooMany });
             return;
         }
         let is_known = known.as_ref().map(|known| known.epoch) == seen;
-        let begun = Site {
+        let begun = PendingSite {
             waiters: vec![waiting],
             seen,
             from: known.filter(|_| is_known).map(|known| known.node),
             target: None,
-            step: Step::Planning,
+            step: RelocationStep::Planning,
             attempts: 0,
             alarm: waiting.until,
         };
@@ -234,84 +244,93 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         if is_known {
             self.plan(&site, effects);
         } else {
-            // The request knows more than this node's copy: who has the site now is looked up.
+            // The request knows more than this node's copy, so the placement is read from the
+            // store.
             self.look(now, &site, effects);
         }
     }
 
-    /// The planner's choice.
-    pub fn planned(&mut self, now: Moment, site: &S, plan: Plan<N>, effects: &mut Vec<Effect<S, N>>) {
-        let Some(state) = self.sites.get_mut(site).filter(|state| state.step == Step::Planning) else {
+    /// Handles the planner's choice.
+    pub fn note_plan(
+        &mut self,
+        now: Moment,
+        site: &S,
+        plan: PlanResult<N>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
+    ) {
+        let Some(state) = self.sites.get_mut(site).filter(|state| state.step == RelocationStep::Planning)
+        else {
             return;
         };
         match plan {
-            Plan::Node(node) => {
+            PlanResult::Node(node) => {
                 state.target = Some(node);
                 self.commit(now, site, effects);
             }
-            Plan::Stay => self.stay(now, site, effects),
-            Plan::NotNow => {
-                state.step = Step::Nobody(now + LOOK_AGAIN);
+            PlanResult::Stay => self.stay(now, site, effects),
+            PlanResult::NotNow => {
+                state.step = RelocationStep::Nobody(now + LOOK_AGAIN);
                 self.alarm(site);
             }
-            Plan::Nowhere => self.give_up(site, Refused::Nowhere, effects),
+            PlanResult::Nowhere => self.give_up(site, PlacementRefusal::Nowhere, effects),
         }
     }
 
-    /// A node that nobody was sent to may take sites again: those that wait for one are planned anew.
-    pub fn reconsider(&mut self, effects: &mut Vec<Effect<S, N>>) {
-        let waits =
-            |(site, state): (&S, &Site<N>)| matches!(state.step, Step::Nobody(_)).then(|| site.clone());
+    /// Plans waiting sites again, because a node that got no requests may take sites again.
+    pub fn reconsider(&mut self, effects: &mut Vec<RelocationEffect<S, N>>) {
+        let waits = |(site, state): (&S, &PendingSite<N>)| {
+            matches!(state.step, RelocationStep::Nobody(_)).then(|| site.clone())
+        };
         let waiting: Vec<S> = self.sites.iter().filter_map(waits).collect();
         waiting.iter().for_each(|site| self.plan(site, effects));
     }
 
-    /// The commit was not sent, as this forbids it.
-    pub fn held(&mut self, now: Moment, site: &S, ask: AskId, why: Held) {
+    /// Handles a commit that was not sent, for this reason.
+    pub fn note_blocked(&mut self, now: Moment, site: &S, ask: AskId, why: MoveBlocked) {
         let Some(state) = self.asking(site, ask) else { return };
         match why {
-            Held::Promised(until) => {
-                state.step = Step::Held(until);
+            MoveBlocked::Promised(until) => {
+                state.step = RelocationStep::Held(until);
                 self.alarm(site);
             }
-            // It may have said so by now, and the word be on its way.
-            Held::NotIntroduced => self.pause(now, site),
+            // It may have said so by now, and the message may be on its way.
+            MoveBlocked::NotIntroduced => self.pause(now, site),
         }
     }
 
-    /// What became of a commit.
-    pub fn stored(
+    /// Handles the outcome of a commit.
+    pub fn note_outcome(
         &mut self,
         now: Moment,
         site: &S,
         ask: AskId,
-        outcome: Outcome<N>,
-        effects: &mut Vec<Effect<S, N>>,
+        outcome: CommitOutcome<N>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
     ) {
         let Some(state) = self.asking(site, ask) else { return };
         match outcome {
-            Outcome::Committed { at, wait } => {
+            CommitOutcome::Committed { at, wait } => {
                 let node = state.target.clone().expect("a commit has a target");
                 let epoch = state.seen.map_or(1, |seen| seen + 1);
-                self.found(now, site, ask, &At { node, epoch }, Some((at, wait)), effects);
+                self.found(now, site, ask, &PlacedAt { node, epoch }, Some((at, wait)), effects);
             }
-            Outcome::Conflict(placement) => self.settle(now, site, ask, placement, effects),
-            Outcome::Void => self.give_up(site, Refused::Nowhere, effects),
-            Outcome::NotDone | Outcome::Unknown => self.pause(now, site),
+            CommitOutcome::Conflict(placement) => self.settle(now, site, ask, placement, effects),
+            CommitOutcome::Void => self.give_up(site, PlacementRefusal::Nowhere, effects),
+            CommitOutcome::NotDone | CommitOutcome::Unknown => self.pause(now, site),
         }
     }
 
-    /// The placement as the store has it; `Err`: the store did not answer.
-    pub fn looked(
+    /// Handles the placement as read from the store; `Err` if the store did not reply.
+    pub fn note_found(
         &mut self,
         now: Moment,
         site: &S,
         ask: AskId,
-        placement: Result<Option<At<N>>, ()>,
-        effects: &mut Vec<Effect<S, N>>,
+        placement: Result<Option<PlacedAt<N>>, ()>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
     ) {
         let Some(state) = self.sites.get(site) else { return };
-        if !matches!(state.step, Step::Looking(under_way, _) if under_way == ask) {
+        if !matches!(state.step, RelocationStep::Looking(under_way, _) if under_way == ask) {
             return;
         }
         match placement {
@@ -320,13 +339,13 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// When [`Self::tick`] is next needed.
+    /// Returns when [`Self::tick`] is next needed.
     pub fn next_at(&self) -> Option<Moment> {
         self.alarms.first().map(|(at, _)| *at)
     }
 
-    /// Time has passed.
-    pub fn tick(&mut self, now: Moment, effects: &mut Vec<Effect<S, N>>) {
+    /// Handles the passing of time.
+    pub fn tick(&mut self, now: Moment, effects: &mut Vec<RelocationEffect<S, N>>) {
         let due = self.alarms.iter().take_while(|(at, _)| *at <= now);
         let due: Vec<S> = due.map(|(_, site)| site.clone()).collect();
         for site in due {
@@ -334,7 +353,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// Sites that are looked after now.
+    /// Returns the number of sites in relocation.
     pub fn len(&self) -> usize {
         self.sites.len()
     }
@@ -343,17 +362,19 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         self.sites.is_empty()
     }
 
-    fn due(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    fn due(&mut self, now: Moment, site: &S, effects: &mut Vec<RelocationEffect<S, N>>) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let why = match state.step {
-            Step::Planning | Step::Held(_) => Refused::TooLate,
-            Step::Nobody(_) => Refused::Nowhere,
-            Step::Asking(..) | Step::Looking(..) | Step::Pausing(_) => Refused::StoreSilent,
+            RelocationStep::Planning | RelocationStep::Held(_) => PlacementRefusal::TooLate,
+            RelocationStep::Nobody(_) => PlacementRefusal::Nowhere,
+            RelocationStep::Asking(..) | RelocationStep::Looking(..) | RelocationStep::Pausing(_) => {
+                PlacementRefusal::StoreSilent
+            }
         };
         state.waiters.retain(|waiting| {
             let is_over = waiting.until <= now;
             if is_over {
-                effects.push(Effect::Refuse { waiter: waiting.waiter, site: site.clone(), why });
+                effects.push(RelocationEffect::Refuse { waiter: waiting.waiter, site: site.clone(), why });
             }
             !is_over
         });
@@ -362,65 +383,68 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             return;
         }
         match state.step {
-            Step::Held(until) if until <= now => self.commit(now, site, effects),
-            Step::Pausing(until) if until <= now => self.look(now, site, effects),
-            Step::Nobody(until) if until <= now => self.plan(site, effects),
-            Step::Asking(_, until) | Step::Looking(_, until) if until <= now => self.pause(now, site),
+            RelocationStep::Held(until) if until <= now => self.commit(now, site, effects),
+            RelocationStep::Pausing(until) if until <= now => self.look(now, site, effects),
+            RelocationStep::Nobody(until) if until <= now => self.plan(site, effects),
+            RelocationStep::Asking(_, until) | RelocationStep::Looking(_, until) if until <= now => {
+                self.pause(now, site)
+            }
             _ => self.alarm(site),
         }
     }
 
-    fn plan(&mut self, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    fn plan(&mut self, site: &S, effects: &mut Vec<RelocationEffect<S, N>>) {
         let Some(state) = self.sites.get_mut(site) else { return };
-        state.step = Step::Planning;
+        state.step = RelocationStep::Planning;
         state.target = None;
-        effects.push(Effect::Plan { site: site.clone(), from: state.from.clone() });
+        effects.push(RelocationEffect::Plan { site: site.clone(), from: state.from.clone() });
         self.alarm(site);
     }
 
-    fn commit(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    fn commit(&mut self, now: Moment, site: &S, effects: &mut Vec<RelocationEffect<S, N>>) {
         let ask = self.ask();
         let Some(state) = self.sites.get_mut(site) else { return };
         state.attempts += 1;
         if state.attempts > ATTEMPTS_MAX {
-            self.give_up(site, Refused::StoreSilent, effects);
+            self.give_up(site, PlacementRefusal::StoreSilent, effects);
             return;
         }
-        state.step = Step::Asking(ask, now + ASK_LONGEST);
+        state.step = RelocationStep::Asking(ask, now + ASK_LONGEST);
         let node = state.target.clone().expect("it was planned");
-        let (from, expect) = (state.from.clone(), state.seen);
-        effects.push(Effect::AskStore { site: site.clone(), ask, node, from, expect });
+        let from = state.from.clone();
+        let expect = state.seen;
+        effects.push(RelocationEffect::AskStore { site: site.clone(), ask, node, from, expect });
         self.alarm(site);
     }
 
-    fn look(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    fn look(&mut self, now: Moment, site: &S, effects: &mut Vec<RelocationEffect<S, N>>) {
         let ask = self.ask();
         let Some(state) = self.sites.get_mut(site) else { return };
-        state.step = Step::Looking(ask, now + ASK_LONGEST);
-        effects.push(Effect::Look { site: site.clone(), ask });
+        state.step = RelocationStep::Looking(ask, now + ASK_LONGEST);
+        effects.push(RelocationEffect::Look { site: site.clone(), ask });
         self.alarm(site);
     }
 
-    /// The store did not answer: it is left alone for a while, then read.
+    /// Leaves the store alone for a while because it did not reply, then reads it.
     fn pause(&mut self, now: Moment, site: &S) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let pause = (PAUSE * 2u32.pow(state.attempts.min(8))).min(PAUSE_LONGEST);
-        state.step = Step::Pausing(now + pause);
+        state.step = RelocationStep::Pausing(now + pause);
         self.alarm(site);
     }
 
-    /// The store has said what the placement is.
+    /// Handles the placement that the store reported.
     fn settle(
         &mut self,
         now: Moment,
         site: &S,
         ask: AskId,
-        placement: Option<At<N>>,
-        effects: &mut Vec<Effect<S, N>>,
+        placement: Option<PlacedAt<N>>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
     ) {
         let Some(state) = self.sites.get_mut(site) else { return };
         match placement {
-            // A lower epoch is that of a site that was dropped and made anew.
+            // A lower epoch is that of a site that was removed and created again.
             Some(at) if state.seen != Some(at.epoch) => self.found(now, site, ask, &at, None, effects),
             placement => {
                 state.seen = placement.as_ref().map(|at| at.epoch);
@@ -430,22 +454,23 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// Answers all that have not seen this placement; for the others it goes on from there.
+    /// Answers all requests that have not seen this placement. For the others, relocation continues
+    /// from there.
     fn found(
         &mut self,
         now: Moment,
         site: &S,
         ask: AskId,
-        at: &At<N>,
+        at: &PlacedAt<N>,
         committed: Option<(Moment, Duration)>,
-        effects: &mut Vec<Effect<S, N>>,
+        effects: &mut Vec<RelocationEffect<S, N>>,
     ) {
         let Some(state) = self.sites.get_mut(site) else { return };
         state.waiters.retain(|waiting| {
             let is_older = waiting.since <= ask;
             let is_answer = waiting.seen.is_none_or(|seen| seen < at.epoch || is_older && seen != at.epoch);
             if is_answer {
-                effects.push(Effect::Serve {
+                effects.push(RelocationEffect::Serve {
                     waiter: waiting.waiter,
                     site: site.clone(),
                     node: at.node.clone(),
@@ -468,19 +493,20 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// Those who got no answer under this placement may ask it once more.
-    fn stay(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    /// Lets the requests that got no response under this placement try it once more.
+    fn stay(&mut self, now: Moment, site: &S, effects: &mut Vec<RelocationEffect<S, N>>) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let (Some(node), Some(epoch)) = (state.from.clone(), state.seen) else {
-            self.give_up(site, Refused::Nowhere, effects);
+            self.give_up(site, PlacementRefusal::Nowhere, effects);
             return;
         };
         state.waiters.retain(|waiting| {
-            let Waiting { waiter, seen, .. } = *waiting;
+            let WaitingRequest { waiter, seen, .. } = *waiting;
             let is_answer = seen <= Some(epoch);
             if is_answer {
-                let (site, node) = (site.clone(), node.clone());
-                effects.push(Effect::Serve { waiter, site, node, epoch, committed: None });
+                let site = site.clone();
+                let node = node.clone();
+                effects.push(RelocationEffect::Serve { waiter, site, node, epoch, committed: None });
             }
             !is_answer
         });
@@ -491,23 +517,27 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    fn give_up(&mut self, site: &S, why: Refused, effects: &mut Vec<Effect<S, N>>) {
+    fn give_up(&mut self, site: &S, why: PlacementRefusal, effects: &mut Vec<RelocationEffect<S, N>>) {
         if let Some(state) = self.drop_site(site) {
             let refused = state.waiters.iter().map(|waiting| waiting.waiter);
-            effects.extend(refused.map(|waiter| Effect::Refuse { waiter, site: site.clone(), why }));
+            effects.extend(refused.map(|waiter| RelocationEffect::Refuse {
+                waiter,
+                site: site.clone(),
+                why,
+            }));
         }
     }
 
-    fn drop_site(&mut self, site: &S) -> Option<Site<N>> {
+    fn drop_site(&mut self, site: &S) -> Option<PendingSite<N>> {
         let state = self.sites.remove(site)?;
         self.alarms.remove(&(state.alarm, site.clone()));
         Some(state)
     }
 
-    fn asking(&mut self, site: &S, ask: AskId) -> Option<&mut Site<N>> {
+    fn asking(&mut self, site: &S, ask: AskId) -> Option<&mut PendingSite<N>> {
         self.sites
             .get_mut(site)
-            .filter(|state| matches!(state.step, Step::Asking(under_way, _) if under_way == ask))
+            .filter(|state| matches!(state.step, RelocationStep::Asking(under_way, _) if under_way == ask))
     }
 
     fn ask(&mut self) -> AskId {
@@ -516,13 +546,15 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         ask
     }
 
-    /// Sets the site's alarm anew: its step's end, or the end of the first that waits.
+    /// Sets the site's alarm: the end of its step, or of its first waiting request.
     fn alarm(&mut self, site: &S) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let step = match state.step {
-            Step::Planning => None,
-            Step::Held(until) | Step::Pausing(until) | Step::Nobody(until) => Some(until),
-            Step::Asking(_, until) | Step::Looking(_, until) => Some(until),
+            RelocationStep::Planning => None,
+            RelocationStep::Held(until) | RelocationStep::Pausing(until) | RelocationStep::Nobody(until) => {
+                Some(until)
+            }
+            RelocationStep::Asking(_, until) | RelocationStep::Looking(_, until) => Some(until),
         };
         let waiters = state.waiters.iter().map(|waiting| waiting.until).min();
         let next = step.into_iter().chain(waiters).min().unwrap_or_default();

@@ -387,6 +387,7 @@ static mrb_value ruby_of(mrb_state *mrb, mrb_value self, const ng_value *v) {
     case NG_INT: return mrb_int_value(mrb, (mrb_int)v->u.i);
     case NG_FLOAT: return mrb_float_value(mrb, v->u.f);
     case NG_TEXT: return mrb_str_new(mrb, v->u.bytes.p, (mrb_int)v->u.bytes.n);
+    case NG_SYMBOL: return mrb_symbol_value(mrb_intern(mrb, v->u.bytes.p, v->u.bytes.n));
     case NG_LIST: {
       mrb_value list = mrb_ary_new_capa(mrb, (mrb_int)v->u.list.n);
       int arena = mrb_gc_arena_save(mrb);

@@ -1,23 +1,24 @@
-//! What a rule can read: the request, the node's cells and the settings of the store, through one trait.
+//! The facts that a rule can read through one trait: the request, the node's cells and the store's
+//! settings.
 //!
-//! Not here: where the answers come from (`edge` implements the trait), what rules call to get them (`api`), what they
-//! decide (`verdict`).
+//! Not here: the source of the data (`edge` implements the trait), the functions of rules for it
+//! (`api`), decisions (`verdict`).
 
 use std::borrow::Cow;
 
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
 
-/// A text about the request. What is not known in a phase is `None`.
+/// A text about the request. `None` if it is not known in a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Text {
-    /// Of the request, lower-case and without its port.
+pub enum TextFact {
+    /// Host of the request, in lower case and without its port.
     Hostname,
     Method,
     /// Decoded, without the query.
     Path,
-    /// As it came: path and query, not decoded.
+    /// Path and query as received, not decoded.
     RawTarget,
-    /// What follows `?`, not decoded; `None` without one.
+    /// The part after `?`, not decoded; `None` without one.
     Query,
     /// `HTTP/1.1`.
     Protocol,
@@ -26,11 +27,11 @@ pub enum Text {
     /// As the client wrote it, with its port.
     Authority,
     DocumentRoot,
-    /// The file or script the request is for, as an absolute path.
+    /// The file or script of the request, as an absolute path.
     Filename,
-    /// What follows the script in the path.
+    /// The path after the script.
     PathInfo,
-    /// The name a client authenticated as.
+    /// The name as which a client authenticated.
     User,
     ClientIp,
     LocalIp,
@@ -44,91 +45,96 @@ pub enum Text {
     StatusLine,
 }
 
-/// A number about the request. What is not known in a phase is `None`.
+/// A number about the request. `None` if it is not known in a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Number {
+pub enum NumberFact {
     ClientPort,
     LocalPort,
-    /// Bytes of the request's body, where its head says so.
+    /// Bytes of the request's body, if its header section says so.
     ContentLength,
     Status,
     /// Bytes of the response's body sent so far.
     BytesOut,
-    /// Requests this connection had before this one.
+    /// Requests on this connection before this one.
     Keepalives,
     /// When the request arrived, microseconds since 1970.
     ArrivedUs,
-    /// Requests the node is working on, those that wait left out.
+    /// Requests that run on the node, without those that wait.
     Running,
-    /// Requests that wait their turn, of all tenants.
+    /// Requests of all tenants that wait for their turn.
     Waiting,
     /// Requests of the site that run.
     SiteRunning,
-    /// Requests in the site's own line.
+    /// Requests in the site's own queue.
     SiteWaiting,
-    /// So many more requests of the site may run at once: what its bound, its tenant's and the node's leave.
+    /// Further requests of the site that may run at once, within its own limit, its tenant's and
+    /// the node's.
     SiteFree,
-    /// The wait that one who came into the site's line now is predicted, milliseconds.
+    /// Predicted wait of a request that joined the site's queue now, milliseconds.
     SiteWaitMs,
 }
 
 /// One value of a setting.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Scalar<'a> {
+pub enum ScalarValue<'a> {
     Bool(bool),
     Int(i64),
     Float(f64),
     Text(&'a str),
 }
 
-/// What one evaluation can ask. Each method is called only when a rule asks, and answers from memory: an evaluation
-/// holds up its thread.
-pub trait Facts {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>>;
+/// Queries of one evaluation. Each method is called only when a rule needs it, and answers from
+/// memory: an evaluation blocks its thread.
+pub trait FactSource {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>>;
 
-    fn number(&self, number: Number) -> Option<i64>;
+    fn number(&self, number: NumberFact) -> Option<i64>;
 
-    /// The first field of the request with this name, in whatever case.
+    /// Returns the first field of the request with this name, in any case.
     fn header_in(&self, name: &str) -> Option<Cow<'_, str>>;
 
     fn each_header_in(&self, each: &mut dyn FnMut(&str, &str));
 
-    /// The first field of the response with this name. `None` before there is a response.
+    /// Returns the first field of the response with this name. `None` before there is a response.
     fn header_out(&self, name: &str) -> Option<Cow<'_, str>>;
 
     fn each_header_out(&self, each: &mut dyn FnMut(&str, &str));
 
-    /// Shows the setting with this key: a plain value once, without a field; an object's values each with its field.
-    /// False if the store has no such setting.
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool;
+    /// Passes the setting with this key: a plain value once, without a field; an object's values
+    /// each with its field. Returns false if the store has no such setting.
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool;
 
-    /// Whether a named cell of the node with this name is there under this controller.
-    fn cell_exists(&self, controller: Controller, name: &CellName) -> bool;
+    /// Returns whether a named cell of the node with this name exists under this controller.
+    fn cell_exists(&self, controller: CgroupController, name: &CellName) -> bool;
 
-    /// A number that is another one after any named cell has come or gone; 0 if that is not counted.
+    /// Returns a number that changes after any named cell has come or gone; 0 if that is not
+    /// counted.
     fn cells_moment(&self) -> u64 {
         0
     }
 
-    /// What a named cell has for a key of its controller, by its v1 name: `cpu.shares`, `cpuacct.usage`.
-    fn cell_value(&self, controller: Controller, name: &CellName, key: &str) -> Option<String>;
+    /// Returns a named cell's value of its controller's key, by its v1 name: `cpu.shares`,
+    /// `cpuacct.usage`.
+    fn cell_value(&self, controller: CgroupController, name: &CellName, key: &str) -> Option<String>;
 
-    /// What the request used so far; complete in the log phase. `None` where nothing ran in a cell.
-    fn usage(&self) -> Option<Usage>;
+    /// Returns the request's usage so far; complete in the log phase. `None` if nothing ran in a
+    /// cell.
+    fn usage(&self) -> Option<RequestUsage>;
 
-    /// Since the request arrived, microseconds.
+    /// Returns the time since the request arrived, microseconds.
     fn elapsed_us(&self) -> u64;
 
-    /// The machine's load averages of 1, 5 and 15 minutes.
+    /// Returns the machine's load averages of 1, 5 and 15 minutes.
     fn load(&self) -> [f64; 3];
 
-    /// A variable the request's programs will see.
+    /// Returns a variable of the request's programs.
     fn env(&self, name: &str) -> Option<Cow<'_, str>>;
 
     fn each_env(&self, each: &mut dyn FnMut(&str, &str));
 
     fn is_tls(&self) -> bool;
 
-    /// Whether the site's application rests, so that a request would wake it. False for sites of other kinds.
+    /// Returns whether the site's application rests, so that a request would wake it. False for
+    /// sites of other kinds.
     fn site_rests(&self) -> bool;
 }

@@ -1,6 +1,7 @@
-//! Why a rule file gave no verdict: the kind with its error code, where in the file, and the message.
+//! A rule file's failure to give a verdict. It has the kind with its error code, the place in the
+//! file, and the message.
 //!
-//! Not here: what is done about it (`engine`, `ruleset`).
+//! Not here: the reaction to it (`engine`, `ruleset`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,11 +11,11 @@ use serde::{Deserialize, Serialize};
 
 /// One failure of one rule file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{}: {}: {message}", kind.code(), Place(file, *line))]
+#[error("{}: {}: {message}", kind.code(), FaultPlace(file, *line))]
 pub struct RuleFault {
     pub kind: FaultKind,
     pub file: Arc<str>,
-    /// The innermost line of a rule that was running, from 1; `None` where there is no such line.
+    /// The innermost running line of a rule, from 1; `None` if there is no such line.
     pub line: Option<u32>,
     pub message: String,
 }
@@ -28,17 +29,17 @@ pub enum FaultKind {
     Syntax,
     /// It raised an exception.
     Exception,
-    /// One of its decisions could not be taken; the others were.
+    /// One of its decisions was refused; the others were taken.
     Decision,
-    /// It ran for more instructions than an evaluation may.
+    /// It ran more instructions than an evaluation may.
     Instructions,
     /// It needed more memory than a VM may.
     Memory,
-    /// It used more processor time than an evaluation may.
+    /// It used more CPU time than an evaluation may.
     Time,
     /// It takes too much time or memory to compile.
     Compile,
-    /// The process that was to check it ended without a verdict.
+    /// The process that checked it ended without a verdict.
     Check,
     /// The VM itself could not be made.
     Vm,
@@ -60,20 +61,20 @@ impl FaultKind {
         }
     }
 
-    /// Whether the VM that ran the rule can only be dropped.
+    /// Returns whether the VM that ran the rule can only be dropped.
     pub(crate) fn leaves_vm_unusable(self) -> bool {
         self.is_kill() || self == Self::Vm
     }
 
-    /// Whether the evaluation was ended from outside because of its budget.
+    /// Returns whether the evaluation was ended from outside because of its budget.
     pub fn is_kill(self) -> bool {
         matches!(self, Self::Instructions | Self::Memory | Self::Time)
     }
 }
 
-struct Place<'a>(&'a str, Option<u32>);
+struct FaultPlace<'a>(&'a str, Option<u32>);
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for FaultPlace<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0)?;
         self.1.map_or(Ok(()), |line| write!(f, ":{line}"))

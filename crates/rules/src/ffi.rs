@@ -1,7 +1,9 @@
-//! The shim of `c/vm.c` as safe Rust: one VM, its programs, and the way of a native's call from Ruby into Rust.
+//! The shim of `c/vm.c` as safe Rust: one VM, its programs, and a native's call from Ruby into
+//! Rust.
 //!
-//! The only unsafe part of the crate. `c/vm.h` says why no longjmp crosses a frame of Rust. Not here: what is loaded into a
-//! VM and when it is given up (`vm`), what natives do (`native`, `api`).
+//! This is the only unsafe part of the crate. `c/vm.h` says why no longjmp crosses a frame of Rust.
+//! Not here: what is loaded into a VM and when it is dropped (`vm`), the work of natives (`native`,
+//! `api`).
 
 #![allow(unsafe_code)]
 
@@ -15,45 +17,46 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::Phase;
-use crate::facts::Facts;
-use crate::native::{Arg, Call, ErrorKind, Native, NativeError, Objects, Value};
+use crate::facts::FactSource;
+use crate::native::{ErrorKind, NativeArg, NativeCall, NativeError, NativeMethod, NativeValue, Objects};
+use crate::phase::RulePhase;
+use crate::state::StateRun;
 use crate::verdict::Verdict;
 
 /// One mruby VM. It belongs to the thread that opened it.
-pub struct Machine {
+pub struct RubyVm {
     vm: NonNull<RawVm>,
-    /// From `Box::into_raw`; behind a pointer because the VM holds it too.
-    host: NonNull<Host>,
+    /// From `Box::into_raw`; behind a pointer because the VM holds it, too.
+    host: NonNull<VmHost>,
     error: Box<RawError>,
     not_send: PhantomData<*mut ()>,
 }
 
 /// A loaded program of one machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Program(u32);
+pub struct LoadedProgram(u32);
 
-/// Bytecode. mruby trusts what it loads, so that only `Machine::compile` makes it.
+/// Bytecode. mruby trusts what it loads, so only `RubyVm::compile` makes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Code(Arc<[u8]>);
+pub struct Bytecode(Arc<[u8]>);
 
-/// What one run may use.
+/// Limits of one run.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub struct Limits {
+pub struct RunLimits {
     pub instructions: u64,
     /// Bytes of the whole VM.
     pub memory: usize,
     /// New symbols.
     pub symbols: u32,
-    /// Processor time, also within one call of C. `u64::MAX`: any.
+    /// CPU time, also within one call of C. `u64::MAX` means no limit.
     pub nanoseconds: u64,
 }
 
-/// Why the VM did not do something.
+/// Why the VM failed to do something.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
-    pub status: Status,
+pub struct VmFailure {
+    pub status: VmStatus,
     pub line: Option<u32>,
     pub class: String,
     pub message: String,
@@ -62,10 +65,10 @@ pub struct Failure {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Status {
+pub enum VmStatus {
     Syntax,
     Exception,
-    /// This one and the next three: the work was ended, and the machine can only be dropped.
+    /// For this one and the next three, the work was ended, and the machine can only be dropped.
     Instructions,
     Memory,
     Symbols,
@@ -74,25 +77,29 @@ pub enum Status {
 }
 
 /// A part of mruby's own library.
-pub struct Unit {
+pub struct LibraryUnit {
     pub index: usize,
     pub name: &'static CStr,
     pub source: &'static [u8],
 }
 
-/// What rules run against.
-pub struct Scope<'a> {
-    pub facts: &'a dyn Facts,
+/// The environment of a rule's run.
+pub struct RuleScope<'a> {
+    pub facts: &'a dyn FactSource,
     pub verdict: &'a mut Verdict,
-    pub phase: Phase,
+    pub phase: RulePhase,
+    /// State of this run alone: its locks end with it.
+    pub shared: StateRun<'a>,
 }
 
 // === impl Machine ===
 
-impl Machine {
-    /// A VM with mruby's core and nothing of its library, unlimited. `None`: no memory.
-    pub fn open(natives: &'static [Native]) -> Option<Self> {
-        let host = Host { natives, objects: Objects::new(), kept: Kept::default(), scope: ptr::null_mut() };
+impl RubyVm {
+    /// Opens a VM with mruby's core and nothing of its library, unlimited. `None` if there is no
+    /// memory.
+    pub fn open(natives: &'static [NativeMethod]) -> Option<Self> {
+        let host =
+            VmHost { natives, objects: Objects::new(), kept: KeptResult::default(), scope: ptr::null_mut() };
         let host = NonNull::from(Box::leak(Box::new(host)));
         let raw = RawHost { state: host.as_ptr().cast(), call, drop: drop_object };
         // SAFETY: the shim copies `raw`; the host it points to lives until the machine is dropped.
@@ -104,19 +111,19 @@ impl Machine {
         Some(Self { vm, host, error: RawError::new(), not_send: PhantomData })
     }
 
-    pub fn limit(&mut self, limits: Limits) {
+    pub fn limit(&mut self, limits: RunLimits) {
         // SAFETY: the VM is open as long as the machine lives; the limits are copied.
         unsafe { ng_limit(self.vm.as_ptr(), &limits) }
     }
 
-    pub fn units() -> Vec<Unit> {
+    pub fn units() -> Vec<LibraryUnit> {
         let mut first = ptr::null();
-        // SAFETY: the shim points to a constant table of so many rows.
+        // SAFETY: the shim points to a constant table of that many rows.
         let rows = unsafe {
             let len = ng_units(&mut first);
             slice::from_raw_parts(first, len)
         };
-        let unit = |(index, row): (usize, &RawUnit)| Unit {
+        let unit = |(index, row): (usize, &RawUnit)| LibraryUnit {
             index,
             // SAFETY: names and sources are constants of the program, the names ended by NUL.
             name: unsafe { CStr::from_ptr(row.name) },
@@ -126,24 +133,27 @@ impl Machine {
         rows.iter().enumerate().map(unit).collect()
     }
 
-    pub fn init_unit(&mut self, unit: &Unit) -> Result<(), Failure> {
-        // SAFETY: the VM is open, and a `Unit` only comes from `units`.
+    pub fn init_unit(&mut self, unit: &LibraryUnit) -> Result<(), VmFailure> {
+        // SAFETY: the VM is open, and a `LibraryUnit` only comes from `units`.
         let status = unsafe { ng_unit_init(self.vm.as_ptr(), unit.index, &mut *self.error) };
         self.outcome(status)
     }
 
-    /// Puts the methods in place that are written in C because they are too slow in Ruby; after the library.
-    pub fn finish(&mut self) -> Result<(), Failure> {
+    /// Installs the methods that are written in C because they are too slow in Ruby. Called after
+    /// the library is loaded.
+    pub fn finish(&mut self) -> Result<(), VmFailure> {
         // SAFETY: the VM is open.
         let status = unsafe { ng_finish(self.vm.as_ptr(), &mut *self.error) };
         self.outcome(status)
     }
 
-    /// Defines the native at this place of the table the machine was opened with.
-    pub fn define(&mut self, at: usize, native: &Native, is_module: bool) -> Result<(), Failure> {
-        let (class, name) = (c_string(native.class)?, c_string(native.name)?);
-        let number = u32::try_from(at).map_err(|_| Failure::of("too many natives"))?;
-        let (vm, error) = (self.vm.as_ptr(), &mut *self.error);
+    /// Defines the native at this position of the table with which the machine was opened.
+    pub fn define(&mut self, at: usize, native: &NativeMethod, is_module: bool) -> Result<(), VmFailure> {
+        let class = c_string(native.class)?;
+        let name = c_string(native.name)?;
+        let number = u32::try_from(at).map_err(|_| VmFailure::of("too many natives"))?;
+        let vm = self.vm.as_ptr();
+        let error = &mut *self.error;
         // SAFETY: the VM is open; the names end with NUL and are copied.
         let status = unsafe {
             ng_define_native(
@@ -159,18 +169,28 @@ impl Machine {
         self.outcome(status)
     }
 
-    pub fn constant(&mut self, class: &str, name: &str, is_module: bool, value: i64) -> Result<(), Failure> {
-        let (class, name) = (c_string(class)?, c_string(name)?);
-        let (vm, error) = (self.vm.as_ptr(), &mut *self.error);
+    pub fn constant(
+        &mut self,
+        class: &str,
+        name: &str,
+        is_module: bool,
+        value: i64,
+    ) -> Result<(), VmFailure> {
+        let class = c_string(class)?;
+        let name = c_string(name)?;
+        let vm = self.vm.as_ptr();
+        let error = &mut *self.error;
         // SAFETY: the VM is open; the names end with NUL and are copied.
         let status =
             unsafe { ng_define_constant(vm, class.as_ptr(), name.as_ptr(), is_module.into(), value, error) };
         self.outcome(status)
     }
 
-    /// Bytecode of a Ruby text. A text that needs more memory or time than the limits say is ended like a run.
-    pub fn compile(&mut self, text: &[u8], file: &CStr, with_lines: bool) -> Result<Code, Failure> {
-        let (mut code, mut len) = (ptr::null_mut(), 0);
+    /// Compiles a Ruby text to bytecode. A text that needs more memory or time than the limits is
+    /// ended like a run.
+    pub fn compile(&mut self, text: &[u8], file: &CStr, with_lines: bool) -> Result<Bytecode, VmFailure> {
+        let mut code = ptr::null_mut();
+        let mut len = 0;
         // SAFETY: the VM is open; the text is read during the call only.
         let status = unsafe {
             ng_compile(
@@ -187,32 +207,37 @@ impl Machine {
         self.outcome(status)?;
         // SAFETY: on success `code` are `len` bytes of the VM's, released once, here.
         unsafe {
-            let copy = Code(slice::from_raw_parts(code, len).into());
+            let copy = Bytecode(slice::from_raw_parts(code, len).into());
             ng_release(self.vm.as_ptr(), code);
             Ok(copy)
         }
     }
 
-    /// Makes bytecode runnable here, of whatever machine.
-    pub fn load(&mut self, code: &Code) -> Result<Program, Failure> {
+    /// Makes bytecode of any machine runnable here.
+    pub fn load(&mut self, code: &Bytecode) -> Result<LoadedProgram, VmFailure> {
         let mut program = 0;
         let (code, len) = (code.0.as_ptr(), code.0.len());
-        // SAFETY: the VM is open; `code` is bytecode of this mruby, which copies what it keeps of it.
+        // SAFETY: the VM is open; `code` is bytecode of this mruby, which copies the parts that it
+        // keeps.
         let status = unsafe { ng_load(self.vm.as_ptr(), code, len, &mut program, &mut *self.error) };
-        self.outcome(status).map(|()| Program(program))
+        self.outcome(status).map(|()| LoadedProgram(program))
     }
 
-    pub fn unload(&mut self, program: Program) {
+    pub fn unload(&mut self, program: LoadedProgram) {
         // SAFETY: the VM is open; a number that is not loaded is ignored.
         unsafe { ng_unload(self.vm.as_ptr(), program.0) }
     }
 
     /// Runs a program to its end. Without a scope its natives raise.
-    pub fn run(&mut self, program: Program, scope: Option<&mut Scope<'_>>) -> Result<(), Failure> {
+    pub fn run(
+        &mut self,
+        program: LoadedProgram,
+        scope: Option<&mut RuleScope<'_>>,
+    ) -> Result<(), VmFailure> {
         let scope: *mut c_void = scope.map_or(ptr::null_mut(), |scope| ptr::from_mut(scope).cast());
         let host = self.host.as_ptr();
-        // SAFETY: the host is alive, and nothing borrows it outside a native's call. The scope is borrowed for longer than
-        // the run, in which alone `call` reads the pointer.
+        // SAFETY: the host is alive, and nothing borrows it outside a native's call. The scope is
+        // borrowed for longer than the run, and `call` reads the pointer only during the run.
         let status = unsafe {
             (*host).scope = scope;
             let status = ng_run(self.vm.as_ptr(), program.0, &mut *self.error);
@@ -222,52 +247,53 @@ impl Machine {
         self.outcome(status)
     }
 
-    /// The names of methods, constants and keywords a program uses, each told once or more. False if it also defines
-    /// something, or reads or writes variables that outlive a run.
-    pub fn names(&mut self, program: Program, mut each: impl FnMut(&str)) -> bool {
+    /// Passes the names of methods, constants and keywords that a program uses, each once or more.
+    /// Returns false if it also defines something, or uses variables that outlive a run.
+    pub fn names(&mut self, program: LoadedProgram, mut each: impl FnMut(&str)) -> bool {
         let mut each: &mut dyn FnMut(&str) = &mut each;
         let state = ptr::from_mut(&mut each).cast();
-        // SAFETY: the VM is open; `state` is read by `tell_name` during the call only, as what it is.
+        // SAFETY: the VM is open; `state` is read by `tell_name` during the call only, with its
+        // true type.
         unsafe { ng_names(self.vm.as_ptr(), program.0, tell_name, state) != 0 }
     }
 
-    /// Bytes the VM has allocated.
+    /// Returns the bytes that the VM has allocated.
     pub fn memory(&self) -> usize {
         // SAFETY: the VM is open.
         unsafe { ng_memory(self.vm.as_ptr()) }
     }
 
-    /// Symbols the VM has made; it never forgets one.
+    /// Returns the symbols that the VM has made; it never forgets one.
     pub fn symbols(&self) -> u32 {
         // SAFETY: the VM is open.
         unsafe { ng_symbols(self.vm.as_ptr()) }
     }
 
-    /// Ruby objects whose state is in Rust.
+    /// Returns the Ruby objects whose state is in Rust.
     #[cfg(test)]
     pub fn objects(&self) -> usize {
         // SAFETY: the host is alive, and no native is running.
         unsafe { (*self.host.as_ptr()).objects.len() }
     }
 
-    /// Collects all garbage. Not after a run was ended.
+    /// Collects all garbage. Must not be called after a run was ended.
     pub fn collect(&mut self) {
         // SAFETY: the VM is open.
         unsafe { ng_collect(self.vm.as_ptr()) }
     }
 
-    fn outcome(&self, status: i32) -> Result<(), Failure> {
+    fn outcome(&self, status: i32) -> Result<(), VmFailure> {
         let status = match status {
             0 => return Ok(()),
-            1 => Status::Syntax,
-            2 => Status::Exception,
-            3 => Status::Instructions,
-            4 => Status::Memory,
-            5 => Status::Symbols,
-            6 => Status::Time,
-            _ => Status::Failed,
+            1 => VmStatus::Syntax,
+            2 => VmStatus::Exception,
+            3 => VmStatus::Instructions,
+            4 => VmStatus::Memory,
+            5 => VmStatus::Symbols,
+            6 => VmStatus::Time,
+            _ => VmStatus::Failed,
         };
-        Err(Failure {
+        Err(VmFailure {
             status,
             line: u32::try_from(self.error.line).ok().filter(|line| *line > 0),
             class: text_of(&self.error.class),
@@ -277,9 +303,10 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for RubyVm {
     fn drop(&mut self) {
-        // SAFETY: both were made by `open` and are used nowhere else; closing calls nothing of the host's.
+        // SAFETY: both were made by `open` and are used nowhere else; closing calls nothing of the
+        // host's.
         unsafe {
             ng_close(self.vm.as_ptr());
             drop(Box::from_raw(self.host.as_ptr()));
@@ -287,10 +314,10 @@ impl Drop for Machine {
     }
 }
 
-impl Failure {
+impl VmFailure {
     fn of(message: &str) -> Self {
         Self {
-            status: Status::Failed,
+            status: VmStatus::Failed,
             line: None,
             class: String::new(),
             message: message.to_owned(),
@@ -299,18 +326,18 @@ impl Failure {
     }
 }
 
-fn c_string(text: &str) -> Result<CString, Failure> {
-    CString::new(text).map_err(|_| Failure::of("a name holds NUL"))
+fn c_string(text: &str) -> Result<CString, VmFailure> {
+    CString::new(text).map_err(|_| VmFailure::of("a name holds NUL"))
 }
 
-/// How often a run of this thread had to go on for a moment after its time was used up.
+/// Returns how often a run of this thread had to continue for a moment after its time was used up.
 #[cfg(test)]
 fn deferred() -> u64 {
     // SAFETY: it reads a number of this thread.
     unsafe { ng_deferred() }
 }
 
-/// A text of a fixed array, up to its NUL.
+/// Returns the text of a fixed array, up to its NUL.
 fn text_of(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
@@ -318,23 +345,24 @@ fn text_of(bytes: &[u8]) -> String {
 
 // === Natives ===
 
-/// What the VM's calls into Rust work on.
-struct Host {
-    natives: &'static [Native],
+/// Data for the VM's calls into Rust.
+struct VmHost {
+    natives: &'static [NativeMethod],
     objects: Objects,
-    kept: Kept,
-    /// A `Scope` during a run, else null.
+    kept: KeptResult,
+    /// A `RuleScope` during a run, otherwise null.
     scope: *mut c_void,
 }
 
-/// Owns what the result of the last native points to, until the next one is called.
+/// Owns the data to which the result of the last native points, until the next call.
 #[derive(Default)]
-struct Kept {
+struct KeptResult {
     texts: Vec<String>,
+    bytes: Vec<Vec<u8>>,
     lists: Vec<Vec<RawValue>>,
 }
 
-/// A native is called: the only way from Ruby into Rust.
+/// Calls a native: the only way from Ruby into Rust.
 extern "C" fn call(
     state: *mut c_void,
     native: u32,
@@ -343,15 +371,17 @@ extern "C" fn call(
     args_len: usize,
     result: *mut RawValue,
 ) -> i32 {
-    // SAFETY: `state` is the host that `Machine::open` gave; only one native runs at a time, and it does not call the VM,
-    // so this is the only reference. The other pointers are the shim's local variables.
+    // SAFETY: `state` is the host that `RubyVm::open` gave. Only one native runs at a time, and it
+    // does not call the VM, so this is the only reference. The other pointers are the shim's local
+    // variables.
     let (host, handle, args, result) = unsafe {
         let args = if args_len == 0 { &[] } else { slice::from_raw_parts(args, args_len) };
-        (&mut *state.cast::<Host>(), &mut *handle, args, &mut *result)
+        (&mut *state.cast::<VmHost>(), &mut *handle, args, &mut *result)
     };
     host.kept.texts.clear();
+    host.kept.bytes.clear();
     host.kept.lists.clear();
-    // A panic must not unwind into C. What it leaves half-done is the verdict of an evaluation that now fails.
+    // A panic must not unwind into C. It leaves a half-done verdict, whose evaluation now fails.
     let outcome = catch_unwind(AssertUnwindSafe(|| answer(host, native, handle, args, result)));
     let error = match outcome {
         Ok(Ok(())) => return 0,
@@ -369,17 +399,17 @@ extern "C" fn call(
 }
 
 fn answer(
-    host: &mut Host,
+    host: &mut VmHost,
     native: u32,
     handle: &mut usize,
     args: &[RawValue],
     result: &mut RawValue,
 ) -> Result<(), NativeError> {
     let native = host.natives.get(native as usize).ok_or(NativeError::runtime("no such method"))?;
-    // SAFETY: not null only during `Machine::run`, which borrows the scope for longer.
-    let scope = unsafe { host.scope.cast::<Scope<'_>>().as_mut() }
+    // SAFETY: not null only during `RubyVm::run`, which borrows the scope for longer.
+    let scope = unsafe { host.scope.cast::<RuleScope<'_>>().as_mut() }
         .ok_or(NativeError::runtime("there is no request here"))?;
-    let (only, many): (Arg<'_>, SmallVec<[Arg<'_>; 4]>);
+    let (only, many): (NativeArg<'_>, SmallVec<[NativeArg<'_>; 4]>);
     let args = match args {
         [] => &[],
         [arg] => {
@@ -391,10 +421,11 @@ fn answer(
             &many[..]
         }
     };
-    let mut call = Call {
+    let mut call = NativeCall {
         facts: scope.facts,
         verdict: &mut *scope.verdict,
         phase: scope.phase,
+        shared: &scope.shared,
         args,
         objects: &mut host.objects,
         // C has 0 for no handle, the slab counts from 0.
@@ -413,56 +444,74 @@ fn answer(
     Ok(())
 }
 
-/// The line of the rule that calls the native.
+/// Returns the line of the rule that calls the native.
 fn current_line() -> Option<u32> {
-    // SAFETY: it reads frames of the VM that runs on this thread, and changes nothing; without one it is 0.
+    // SAFETY: it reads frames of the VM that runs on this thread, and changes nothing; without one
+    // it is 0.
     let line = unsafe { ng_line() };
     u32::try_from(line).ok().filter(|line| *line > 0)
 }
 
-/// One name of a program, for `Machine::names`.
+/// Passes one name of a program, for `RubyVm::names`.
 extern "C" fn tell_name(state: *mut c_void, name: *const c_char, len: usize) {
-    // SAFETY: `state` is what `Machine::names` made of its closure, which nothing else uses meanwhile; the name is good for
-    // `len` bytes during this call.
+    // SAFETY: `state` is made by `RubyVm::names` from its closure, which nothing else uses
+    // meanwhile. The name is valid for `len` bytes during this call.
     let (each, name) = unsafe {
         (&mut *state.cast::<&mut dyn FnMut(&str)>(), slice::from_raw_parts(name.cast::<u8>(), len))
     };
-    // What is no text is no name that anybody knows.
+    // Bytes that are no text are not a known name.
     let name = str::from_utf8(name).unwrap_or("\0");
     // A panic must not unwind into C.
     let _ = catch_unwind(AssertUnwindSafe(|| each(name)));
 }
 
-/// An object with state was collected.
+/// Drops the state of an object that was collected.
 extern "C" fn drop_object(state: *mut c_void, handle: usize) {
     // SAFETY: as in `call`: the VM collects garbage only while no native runs.
-    let host = unsafe { &mut *state.cast::<Host>() };
-    // A state whose destructor panics must not unwind into C either.
+    let host = unsafe { &mut *state.cast::<VmHost>() };
+    // A state whose destructor panics must not unwind into C, either.
     let _ =
         catch_unwind(AssertUnwindSafe(|| handle.checked_sub(1).and_then(|at| host.objects.try_remove(at))));
 }
 
-impl Kept {
-    /// Writes the value as the shim reads it. Texts that are borrowed live as long as the scope they are borrowed from; those
-    /// that are owned, and lists, are taken and kept. All is written in place: a processor waits long for a value that was
-    /// written in parts and is copied as a whole.
-    fn raw(&mut self, value: &mut Value<'_>, to: &mut RawValue) {
+impl KeptResult {
+    /// Writes the value as the shim reads it. Borrowed texts live as long as the scope of their
+    /// borrow. Owned texts, and lists, are taken and kept. All is written in place. A CPU waits
+    /// long for a value that was written in parts and is copied as a whole.
+    fn raw(&mut self, value: &mut NativeValue<'_>, to: &mut RawValue) {
         match value {
-            Value::Nil => to.tag = TAG_NIL,
-            Value::This => to.tag = TAG_THIS,
-            Value::Bool(bool) => to.tag = if *bool { TAG_TRUE } else { TAG_FALSE },
-            Value::Int(i) => (to.tag, to.of.i) = (TAG_INT, *i),
-            Value::Float(f) => (to.tag, to.of.f) = (TAG_FLOAT, *f),
-            Value::Text(text) => self.text(text, to),
-            Value::List(values) => {
+            NativeValue::Nil => to.tag = TAG_NIL,
+            NativeValue::This => to.tag = TAG_THIS,
+            NativeValue::Bool(bool) => to.tag = if *bool { TAG_TRUE } else { TAG_FALSE },
+            NativeValue::Int(i) => (to.tag, to.of.i) = (TAG_INT, *i),
+            NativeValue::Float(f) => (to.tag, to.of.f) = (TAG_FLOAT, *f),
+            NativeValue::Text(text) => self.text(text, to),
+            NativeValue::Bytes(bytes) => {
+                to.tag = TAG_TEXT;
+                to.of.bytes = RawBytes { first: bytes.as_ptr(), len: bytes.len() };
+                self.bytes.push(std::mem::take(bytes));
+            }
+            NativeValue::Symbol(name) => {
+                self.text(name, to);
+                to.tag = TAG_SYMBOL;
+            }
+            NativeValue::List(values) => {
                 let mut list = vec![RawValue::NIL; values.len()];
                 values.iter_mut().zip(&mut list).for_each(|(value, to)| self.raw(value, to));
                 self.list(TAG_LIST, list, values.len(), to);
             }
-            Value::Map(pairs) => {
+            NativeValue::Map(pairs) => {
                 let mut list = vec![RawValue::NIL; 2 * pairs.len()];
                 for ((key, value), to) in pairs.iter_mut().zip(list.chunks_exact_mut(2)) {
                     self.text(key, &mut to[0]);
+                    self.raw(value, &mut to[1]);
+                }
+                self.list(TAG_MAP, list, pairs.len(), to);
+            }
+            NativeValue::Table(pairs) => {
+                let mut list = vec![RawValue::NIL; 2 * pairs.len()];
+                for ((key, value), to) in pairs.iter_mut().zip(list.chunks_exact_mut(2)) {
+                    self.raw(key, &mut to[0]);
                     self.raw(value, &mut to[1]);
                 }
                 self.list(TAG_MAP, list, pairs.len(), to);
@@ -562,7 +611,9 @@ struct RawUnit {
 
 impl RawError {
     fn new() -> Box<Self> {
-        let (class, message, backtrace) = ([0; CLASS_LEN], [0; MESSAGE_LEN], [0; BACKTRACE_LEN]);
+        let class = [0; CLASS_LEN];
+        let message = [0; MESSAGE_LEN];
+        let backtrace = [0; BACKTRACE_LEN];
         Box::new(Self { line: 0, class, message, backtrace })
     }
 }
@@ -570,33 +621,35 @@ impl RawError {
 impl RawValue {
     const NIL: Self = Self { tag: TAG_NIL, of: RawUnion { i: 0 } };
 
-    /// What the shim made of a Ruby value.
+    /// Returns the argument that the shim made of a Ruby value.
     #[inline(always)]
-    fn arg(&self) -> Arg<'_> {
-        // SAFETY: the tag says which field the shim has set; bytes and lists live as long as the arguments, which are the
-        // shim's local variables and Ruby objects on the VM's stack.
+    fn arg(&self) -> NativeArg<'_> {
+        // SAFETY: the tag says which field the shim has set. Bytes and lists live as long as the
+        // arguments. Those are the shim's local variables and Ruby objects on the VM's stack.
         unsafe {
             match self.tag {
-                TAG_NIL => Arg::Nil,
-                TAG_FALSE => Arg::Bool(false),
-                TAG_TRUE => Arg::Bool(true),
-                TAG_INT => Arg::Int(self.of.i),
-                TAG_FLOAT => Arg::Float(self.of.f),
-                TAG_TEXT => Arg::Text(self.of.bytes.slice()),
-                TAG_SYMBOL => std::str::from_utf8(self.of.bytes.slice()).map_or(Arg::Other, Arg::Symbol),
-                TAG_LIST => Arg::List(self.of.list.slice(1).iter().map(Self::arg).collect()),
+                TAG_NIL => NativeArg::Nil,
+                TAG_FALSE => NativeArg::Bool(false),
+                TAG_TRUE => NativeArg::Bool(true),
+                TAG_INT => NativeArg::Int(self.of.i),
+                TAG_FLOAT => NativeArg::Float(self.of.f),
+                TAG_TEXT => NativeArg::Text(self.of.bytes.slice()),
+                TAG_SYMBOL => {
+                    std::str::from_utf8(self.of.bytes.slice()).map_or(NativeArg::Other, NativeArg::Symbol)
+                }
+                TAG_LIST => NativeArg::List(self.of.list.slice(1).iter().map(Self::arg).collect()),
                 TAG_MAP => {
                     let pairs = self.of.list.slice(2).chunks_exact(2);
-                    Arg::Map(pairs.map(|pair| (pair[0].arg(), pair[1].arg())).collect())
+                    NativeArg::Map(pairs.map(|pair| (pair[0].arg(), pair[1].arg())).collect())
                 }
-                _ => Arg::Other,
+                _ => NativeArg::Other,
             }
         }
     }
 }
 
 impl RawBytes {
-    /// SAFETY: the pointer must be good for `len` bytes as long as `'a`.
+    /// SAFETY: the pointer must be valid for `len` bytes as long as `'a`.
     unsafe fn slice<'a>(self) -> &'a [u8] {
         if self.len == 0 {
             return &[];
@@ -607,7 +660,7 @@ impl RawBytes {
 }
 
 impl RawList {
-    /// SAFETY: the pointer must be good for `len * width` values as long as `'a`.
+    /// SAFETY: the pointer must be valid for `len * width` values as long as `'a`.
     unsafe fn slice<'a>(self, width: usize) -> &'a [RawValue] {
         if self.len == 0 {
             return &[];
@@ -620,7 +673,7 @@ impl RawList {
 unsafe extern "C" {
     fn ng_open(host: *const RawHost) -> *mut RawVm;
     fn ng_close(vm: *mut RawVm);
-    fn ng_limit(vm: *mut RawVm, limits: *const Limits);
+    fn ng_limit(vm: *mut RawVm, limits: *const RunLimits);
     fn ng_units(units: *mut *const RawUnit) -> usize;
     fn ng_unit_init(vm: *mut RawVm, unit: usize, error: *mut RawError) -> i32;
     fn ng_finish(vm: *mut RawVm, error: *mut RawError) -> i32;

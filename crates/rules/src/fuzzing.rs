@@ -1,12 +1,13 @@
-//! Texts of rule files, as a fuzz target: mruby's parser and code generator are C.
+//! Fuzz target for texts of rule files: mruby's parser and code generator are C.
 //!
-//! Not here: running what was compiled. The fuzzer sees no branches of C, so inputs are only mutated, not led.
+//! Not here: running the compiled code. The fuzzer sees no branches of C, so inputs are only
+//! mutated, not guided.
 
 use nagaya_base::fuzz::{FuzzTarget, copy_seeds};
 
 use crate::regexp;
 
-/// All of them.
+/// All fuzz targets.
 pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "rule_text", run: read_rule, seeds: rules },
     FuzzTarget { name: "rule_pattern", run: read_pattern, seeds: patterns },
@@ -22,7 +23,7 @@ fn rules() -> Vec<Vec<u8>> {
     ])
 }
 
-/// It ends, and an error says what is wrong.
+/// Checks that compiling ends, and that an error says what is wrong.
 fn read_rule(bytes: &[u8]) {
     if let Err(fault) = crate::check(bytes, "rule.rb") {
         assert!(!fault.message.is_empty());
@@ -40,7 +41,8 @@ fn patterns() -> Vec<Vec<u8>> {
     ])
 }
 
-/// The first byte has the options. Translated to the syntax of `regex`, it compiles within the bound or is refused.
+/// Checks a pattern. The first byte has the options. Translated to the syntax of `regex`, it
+/// compiles within the limits or is refused.
 fn read_pattern(bytes: &[u8]) {
     let Some((options, source)) = bytes.split_first() else { return };
     let Ok(source) = std::str::from_utf8(source) else { return };

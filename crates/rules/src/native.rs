@@ -1,7 +1,10 @@
-//! Methods of rules that are written in Rust: how they are declared, what one call of them sees and gives back.
+//! Methods of rules that are written in Rust: their declaration, and the input and result of one
+//! call.
 //!
-//! A native reads `Facts` and records in the `Verdict`; it never calls back into the VM, never blocks and may panic
-//! without harm. Not here: the natives themselves (`api`), and how calls come in (`ffi`, `vm`).
+//! A native reads `FactSource` and records in the `Verdict`. It never calls back into the VM, never
+//! blocks and may panic without harm.
+//!
+//! Not here: the natives themselves (`api`), and how calls come in (`ffi`, `vm`).
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -9,37 +12,38 @@ use std::fmt;
 
 use slab::Slab;
 
-use crate::Phase;
-use crate::facts::Facts;
-use crate::verdict::{Full, Verdict};
+use crate::facts::FactSource;
+use crate::phase::RulePhase;
+use crate::state::StateRun;
+use crate::verdict::{OverLimit, Verdict};
 
 /// A method of a Ruby class.
 #[derive(Clone, Copy)]
-pub struct Native {
-    /// `Cgroup::CPU`. It is made, as its modules are, if it is not there.
+pub struct NativeMethod {
+    /// `Cgroup::CPU`. It is made if it does not exist, with its modules.
     pub class: &'static str,
     pub name: &'static str,
-    /// Of the class itself, not of its objects.
+    /// It belongs to the class itself, not to its objects.
     pub singleton: bool,
-    /// It is one decision: an error refuses it alone, and the rule goes on behind it.
+    /// It is one decision: an error refuses it alone, and the rule continues after it.
     pub decides: bool,
-    pub call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
+    pub call: for<'a> fn(&mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError>,
 }
 
-impl Native {
+impl NativeMethod {
     pub const fn method(
         class: &'static str,
         name: &'static str,
-        call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
+        call: for<'a> fn(&mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError>,
     ) -> Self {
         Self { class, name, singleton: false, decides: false, call }
     }
 
-    /// A word by which a rule decides something.
+    /// Declares a word by which a rule decides something.
     pub const fn decision(
         class: &'static str,
         name: &'static str,
-        call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
+        call: for<'a> fn(&mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError>,
     ) -> Self {
         Self { class, name, singleton: false, decides: true, call }
     }
@@ -47,72 +51,77 @@ impl Native {
     pub const fn singleton(
         class: &'static str,
         name: &'static str,
-        call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
+        call: for<'a> fn(&mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError>,
     ) -> Self {
         Self { class, name, singleton: true, decides: false, call }
     }
 }
 
-/// Ruby text that every VM runs first, after the natives and constants are there.
+/// Ruby text that every VM runs first, after natives and constants exist.
 #[derive(Debug, Clone, Copy)]
-pub struct Prelude {
-    /// What a backtrace names it.
+pub struct RubyPrelude {
+    /// Its name in a backtrace.
     pub file: &'static str,
     pub source: &'static str,
 }
 
-/// What a native gives back.
+/// Result of a native.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Value<'a> {
+pub enum NativeValue<'a> {
     Nil,
-    /// The object the method was called on.
+    /// The object on which the method was called.
     This,
     Bool(bool),
     Int(i64),
     Float(f64),
     Text(Cow<'a, str>),
-    List(Vec<Value<'a>>),
+    /// A String that need not be UTF-8.
+    Bytes(Vec<u8>),
+    Symbol(Cow<'a, str>),
+    List(Vec<NativeValue<'a>>),
     /// A Hash with String keys.
-    Map(Vec<(Cow<'a, str>, Value<'a>)>),
+    Map(Vec<(Cow<'a, str>, NativeValue<'a>)>),
+    /// A Hash with any keys.
+    Table(Vec<(NativeValue<'a>, NativeValue<'a>)>),
 }
 
-impl From<bool> for Value<'_> {
+impl From<bool> for NativeValue<'_> {
     fn from(value: bool) -> Self {
         Self::Bool(value)
     }
 }
 
-impl From<i64> for Value<'_> {
+impl From<i64> for NativeValue<'_> {
     fn from(value: i64) -> Self {
         Self::Int(value)
     }
 }
 
-impl From<f64> for Value<'_> {
+impl From<f64> for NativeValue<'_> {
     fn from(value: f64) -> Self {
         Self::Float(value)
     }
 }
 
-impl<'a> From<&'a str> for Value<'a> {
+impl<'a> From<&'a str> for NativeValue<'a> {
     fn from(value: &'a str) -> Self {
         Self::Text(Cow::Borrowed(value))
     }
 }
 
-impl From<String> for Value<'_> {
+impl From<String> for NativeValue<'_> {
     fn from(value: String) -> Self {
         Self::Text(Cow::Owned(value))
     }
 }
 
-impl<'a> From<Cow<'a, str>> for Value<'a> {
+impl<'a> From<Cow<'a, str>> for NativeValue<'a> {
     fn from(value: Cow<'a, str>) -> Self {
         Self::Text(value)
     }
 }
 
-impl<'a, T: Into<Self>> From<Option<T>> for Value<'a> {
+impl<'a, T: Into<Self>> From<Option<T>> for NativeValue<'a> {
     fn from(value: Option<T>) -> Self {
         value.map_or(Self::Nil, Into::into)
     }
@@ -120,7 +129,7 @@ impl<'a, T: Into<Self>> From<Option<T>> for Value<'a> {
 
 /// One argument, borrowed from the VM for the call.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Arg<'a> {
+pub enum NativeArg<'a> {
     Nil,
     Bool(bool),
     Int(i64),
@@ -128,15 +137,15 @@ pub enum Arg<'a> {
     /// Bytes of a String: Ruby's need not be UTF-8.
     Text(&'a [u8]),
     Symbol(&'a str),
-    /// Of scalars; what is nested deeper is `Other`.
-    List(Vec<Arg<'a>>),
-    /// Of scalars; keyword arguments come as the last one.
-    Map(Vec<(Arg<'a>, Arg<'a>)>),
+    /// A list of scalars; deeper nesting is `Other`.
+    List(Vec<NativeArg<'a>>),
+    /// A table of scalars; keyword arguments come as the last one.
+    Map(Vec<(NativeArg<'a>, NativeArg<'a>)>),
     Other,
 }
 
-impl Arg<'_> {
-    /// What messages call it.
+impl NativeArg<'_> {
+    /// Returns its name in messages.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Nil => "nil",
@@ -187,33 +196,35 @@ impl fmt::Display for NativeError {
     }
 }
 
-impl From<Full> for NativeError {
-    fn from(full: Full) -> Self {
+impl From<OverLimit> for NativeError {
+    fn from(full: OverLimit) -> Self {
         Self::runtime(full.to_string())
     }
 }
 
-/// State of Ruby objects that natives keep in Rust. A VM owns it whole, so that nothing is left when the VM is dropped
-/// without running any of its destructors.
+/// State of Ruby objects that natives keep in Rust. A VM owns all of it. So nothing is left when
+/// the VM is dropped without running any of its destructors.
 pub type Objects = Slab<Box<dyn Any>>;
 
 /// One call of a native by a rule.
-pub struct Call<'a> {
-    pub facts: &'a dyn Facts,
+pub struct NativeCall<'a> {
+    pub facts: &'a dyn FactSource,
     pub verdict: &'a mut Verdict,
-    pub phase: Phase,
-    pub(crate) args: &'a [Arg<'a>],
+    pub phase: RulePhase,
+    /// State that rules keep between requests.
+    pub shared: &'a StateRun<'a>,
+    pub(crate) args: &'a [NativeArg<'a>],
     pub(crate) objects: &'a mut Objects,
-    /// Where the state of the object is; an object without state has none.
+    /// Index of the object's state; `None` for an object without state.
     pub(crate) handle: Option<usize>,
 }
 
-impl<'a> Call<'a> {
-    pub fn args(&self) -> &'a [Arg<'a>] {
+impl<'a> NativeCall<'a> {
+    pub fn args(&self) -> &'a [NativeArg<'a>] {
         self.args
     }
 
-    /// ArgumentError unless there are so many arguments.
+    /// Fails with ArgumentError unless the number of arguments is in this range.
     pub fn expect(&self, least: usize, most: usize) -> Result<(), NativeError> {
         let given = self.args.len();
         if (least..=most).contains(&given) {
@@ -223,49 +234,49 @@ impl<'a> Call<'a> {
         Err(NativeError::argument(format!("wrong number of arguments (given {given}, expected {wanted})")))
     }
 
-    /// The argument at this place, `Nil` where there is none.
-    pub fn any(&self, at: usize) -> &'a Arg<'a> {
-        self.args.get(at).unwrap_or(&Arg::Nil)
+    /// Returns the argument at this position, `Nil` if there is none.
+    pub fn any(&self, at: usize) -> &'a NativeArg<'a> {
+        self.args.get(at).unwrap_or(&NativeArg::Nil)
     }
 
-    /// A String, which must be UTF-8.
+    /// Returns a String, which must be UTF-8.
     pub fn text(&self, at: usize) -> Result<&'a str, NativeError> {
         match self.any(at) {
-            Arg::Text(bytes) => utf8(bytes, at),
+            NativeArg::Text(bytes) => utf8(bytes, at),
             other => Err(self.wrong(at, "a String", other)),
         }
     }
 
-    /// A String or a Symbol.
+    /// Returns a String or a Symbol.
     pub fn word(&self, at: usize) -> Result<&'a str, NativeError> {
         match self.any(at) {
-            Arg::Text(bytes) => utf8(bytes, at),
-            Arg::Symbol(name) => Ok(name),
+            NativeArg::Text(bytes) => utf8(bytes, at),
+            NativeArg::Symbol(name) => Ok(name),
             other => Err(self.wrong(at, "a String or a Symbol", other)),
         }
     }
 
-    /// The bytes of a String.
+    /// Returns the bytes of a String.
     pub fn bytes(&self, at: usize) -> Result<&'a [u8], NativeError> {
         match self.any(at) {
-            Arg::Text(bytes) => Ok(bytes),
+            NativeArg::Text(bytes) => Ok(bytes),
             other => Err(self.wrong(at, "a String", other)),
         }
     }
 
-    /// An Integer, or a Float cut to one.
+    /// Returns an Integer, or a Float truncated to one.
     pub fn int(&self, at: usize) -> Result<i64, NativeError> {
         match self.any(at) {
-            Arg::Int(int) => Ok(*int),
-            // 2^63 is the first float above every i64; `as` cuts exactly what is below it.
+            NativeArg::Int(int) => Ok(*int),
+            // 2^63 is the first float above every i64; `as` truncates exactly the values below it.
             #[expect(clippy::cast_possible_truncation)]
-            Arg::Float(float) if float.abs() < 9_223_372_036_854_775_808.0 => Ok(*float as i64),
-            Arg::Float(_) => Err(NativeError::argument("the number is not a 64-bit integer")),
+            NativeArg::Float(float) if float.abs() < 9_223_372_036_854_775_808.0 => Ok(*float as i64),
+            NativeArg::Float(_) => Err(NativeError::argument("the number is not a 64-bit integer")),
             other => Err(self.wrong(at, "an Integer", other)),
         }
     }
 
-    /// Keeps the state of the object, in the place of what it had: for `initialize`.
+    /// Stores the state of the object, replacing any earlier one: for `initialize`.
     pub fn keep(&mut self, state: impl Any) {
         match self.handle.and_then(|at| self.objects.get_mut(at)) {
             Some(had) => *had = Box::new(state),
@@ -273,7 +284,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The state `keep` gave the object.
+    /// Returns the state that `keep` gave the object.
     pub fn this<T: Any>(&mut self) -> Result<&mut T, NativeError> {
         self.handle
             .and_then(|at| self.objects.get_mut(at))
@@ -281,7 +292,7 @@ impl<'a> Call<'a> {
             .ok_or_else(|| NativeError::wrong_type("the object was not made with `new`"))
     }
 
-    /// The state of the object beside the verdict, for what moves one into the other.
+    /// Returns the state of the object together with the verdict, to move one into the other.
     pub fn this_and_verdict<T: Any>(&mut self) -> Result<(&mut T, &mut Verdict), NativeError> {
         self.handle
             .and_then(|at| self.objects.get_mut(at))
@@ -290,9 +301,10 @@ impl<'a> Call<'a> {
             .ok_or_else(|| NativeError::wrong_type("the object was not made with `new`"))
     }
 
-    fn wrong(&self, at: usize, wanted: &str, given: &Arg<'_>) -> NativeError {
+    fn wrong(&self, at: usize, wanted: &str, given: &NativeArg<'_>) -> NativeError {
         if at >= self.args.len() {
-            let (given, wanted) = (self.args.len(), at + 1);
+            let given = self.args.len();
+            let wanted = at + 1;
             return NativeError::argument(format!(
                 "wrong number of arguments (given {given}, expected {wanted})"
             ));

@@ -1,9 +1,11 @@
-//! Ruby's `Regexp` for rules, on the `regex` crate: one search takes time linear in the text, whatever a rule's author or a
-//! client writes. The watchdog of an evaluation ends no call into Rust, so each has bounds of its own: the text's length and
-//! the program's size bound one search, processor time bounds a call that makes several.
+//! Ruby's `Regexp` for rules, on the `regex` crate. One search takes time linear in the text,
+//! whatever the pattern or the text. The watchdog of an evaluation ends no call into Rust, so each
+//! has bounds of its own. The text's length and the program's size bound one search. CPU time
+//! bounds a call that makes several.
 //!
-//! What looks around or back (`(?=`, `(?<!`, `\1`) does not exist there and raises when the rule runs. `regexp.rb` has the
-//! Ruby half: `MatchData`, `$~`, and the methods of String. Not here: how natives are called (`native`).
+//! Look-around and back-references (`(?=`, `(?<!`, `\1`) do not exist there and raise when the rule
+//! runs. `regexp.rb` has the Ruby half: `MatchData`, `$~`, and the methods of String. Not here: how
+//! natives are called (`native`).
 
 use std::cell::RefCell;
 use std::num::NonZeroUsize;
@@ -14,51 +16,52 @@ use lru::LruCache;
 use regex::bytes::{Captures, Regex, RegexBuilder};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::native::{Arg, Call, Native, NativeError, Prelude, Value};
+use crate::native::{NativeArg, NativeCall, NativeError, NativeMethod, NativeValue, RubyPrelude};
 
 /// Longest pattern, in bytes.
 const PATTERN_LEN_MAX: usize = 4096;
 
-/// Most compiled patterns of one thread; others are compiled again when they are used. With the limits below they hold at
-/// most some 50 MiB, and the few patterns of usual rules some 100 KiB.
+/// Most compiled patterns of one thread; others are compiled again when they are used. With the
+/// limits below they hold at most some 50 MiB. The few patterns of usual rules hold some 100 KiB.
 const COMPILED_MAX: usize = 64;
 
 /// Limits of one compiled pattern, in bytes: its program, and the cache it fills while searching.
 const PROGRAM_LEN_MAX: usize = 256 << 10;
 const SEARCH_CACHE_LEN_MAX: usize = 256 << 10;
 
-/// Longest text that is searched, in bytes: as long as all that a client sends in a head by default.
-/// The worst patterns that were tried took 0.3 s for one search of it in a build without optimization.
+/// Longest text that is searched, in bytes: by default, all that a client sends in a header
+/// section. The worst patterns tried took 0.3 s for one search of it in a build without
+/// optimization.
 const TEXT_LEN_MAX: usize = 64 << 10;
 
-/// Processor time of all searches of one call. Each of many matches may look at all of the rest of a text.
+/// CPU time of all searches of one call. Each of many matches may scan the whole rest of a text.
 const SEARCH_TIME_MAX: Duration = Duration::from_millis(100);
 
-/// Most matches one call gives back.
+/// Most matches that one call returns.
 const MATCHES_MAX: usize = 10_000;
 
-/// Longest text one replacement may make: the longest string of mruby.
+/// Longest text that one replacement may make: the longest string of mruby.
 const REPLACED_LEN_MAX: usize = 1 << 20;
 
-pub const NATIVES: &[Native] = &[
-    Native::method("Regexp", "initialize", initialize),
-    Native::method("Regexp", "source", source),
-    Native::method("Regexp", "options", options),
-    Native::method("Regexp", "names", names),
-    Native::method("Regexp", "match?", is_match),
-    Native::method("Regexp", "__find", find),
-    Native::method("Regexp", "__find_all", find_all),
-    Native::method("Regexp", "__replace", replace),
-    Native::method("Regexp", "__split", split),
-    Native::singleton("Regexp", "escape", escape),
-    Native::singleton("Regexp", "quote", escape),
+pub const NATIVES: &[NativeMethod] = &[
+    NativeMethod::method("Regexp", "initialize", initialize),
+    NativeMethod::method("Regexp", "source", source),
+    NativeMethod::method("Regexp", "options", options),
+    NativeMethod::method("Regexp", "names", names),
+    NativeMethod::method("Regexp", "match?", is_match),
+    NativeMethod::method("Regexp", "__find", find),
+    NativeMethod::method("Regexp", "__find_all", find_all),
+    NativeMethod::method("Regexp", "__replace", replace),
+    NativeMethod::method("Regexp", "__split", split),
+    NativeMethod::singleton("Regexp", "escape", escape),
+    NativeMethod::singleton("Regexp", "quote", escape),
 ];
 
-pub const PRELUDE: Prelude = Prelude { file: "regexp.rb", source: include_str!("regexp.rb") };
+pub const PRELUDE: RubyPrelude = RubyPrelude { file: "regexp.rb", source: include_str!("regexp.rb") };
 
-/// What a Regexp object keeps; the compiled form is in `COMPILED`.
+/// State of a Regexp object; the compiled form is in `COMPILED`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Pattern {
+struct RegexpPattern {
     source: Box<str>,
     options: u8,
 }
@@ -66,15 +69,15 @@ struct Pattern {
 /// Ruby's numbers of the options.
 const IGNORE_CASE: u8 = 1;
 const EXTENDED: u8 = 2;
-/// The dot takes the end of a line too.
+/// The dot matches the end of a line, too.
 const MULTI_LINE: u8 = 4;
 
 thread_local! {
-    static COMPILED: RefCell<LruCache<Rc<Pattern>, Regex>> =
+    static COMPILED: RefCell<LruCache<Rc<RegexpPattern>, Regex>> =
         RefCell::new(LruCache::new(const { NonZeroUsize::new(COMPILED_MAX).expect("not zero") }));
 }
 
-fn initialize<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+fn initialize<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
     call.expect(1, 3)?;
     let source = call.text(0)?;
     if source.len() > PATTERN_LEN_MAX {
@@ -82,24 +85,25 @@ fn initialize<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
             "a regular expression is longer than {PATTERN_LEN_MAX} bytes"
         )));
     }
-    let pattern = Rc::new(Pattern { source: source.into(), options: options_of(call.any(1))? });
-    // A pattern that does not compile says so here, not where it is used.
+    let pattern = Rc::new(RegexpPattern { source: source.into(), options: options_of(call.any(1))? });
+    // A pattern that does not compile fails here, not where it is used.
     with_compiled(&pattern, |_| ())?;
     call.keep(pattern);
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-/// As a literal has them (`"mi"`), or as `Regexp.new` is given them: a number, or true for "ignore case".
-fn options_of(given: &Arg<'_>) -> Result<u8, NativeError> {
+/// Returns the options of a literal (`"mi"`), or of `Regexp.new`: a number, or true for "ignore
+/// case".
+fn options_of(given: &NativeArg<'_>) -> Result<u8, NativeError> {
     match given {
-        Arg::Nil | Arg::Bool(false) => Ok(0),
-        Arg::Bool(true) => Ok(IGNORE_CASE),
-        Arg::Int(bits) => Ok(u8::try_from(*bits & 7).unwrap_or(0)),
-        Arg::Text(letters) => letters.iter().try_fold(0, |options, letter| match letter {
+        NativeArg::Nil | NativeArg::Bool(false) => Ok(0),
+        NativeArg::Bool(true) => Ok(IGNORE_CASE),
+        NativeArg::Int(bits) => Ok(u8::try_from(*bits & 7).unwrap_or(0)),
+        NativeArg::Text(letters) => letters.iter().try_fold(0, |options, letter| match letter {
             b'i' => Ok(options | IGNORE_CASE),
             b'x' => Ok(options | EXTENDED),
             b'm' => Ok(options | MULTI_LINE),
-            // Once is what every literal is compiled here.
+            // Every literal is compiled once here, anyway.
             b'o' | b'u' | b'n' => Ok(options),
             other => Err(NativeError::argument(format!("'{}' is no option of Regexp", char::from(*other)))),
         }),
@@ -107,67 +111,72 @@ fn options_of(given: &Arg<'_>) -> Result<u8, NativeError> {
     }
 }
 
-fn source<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    Ok(call.this::<Rc<Pattern>>()?.source.to_string().into())
+fn source<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    Ok(call.this::<Rc<RegexpPattern>>()?.source.to_string().into())
 }
 
-fn options<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    Ok(i64::from(call.this::<Rc<Pattern>>()?.options).into())
+fn options<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    Ok(i64::from(call.this::<Rc<RegexpPattern>>()?.options).into())
 }
 
-fn names<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+fn names<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
     with_regex(call, |regex| {
         let names = regex.capture_names().map(|name| name.map(str::to_owned).into());
         // The first is the whole match.
-        Value::List(names.skip(1).collect())
+        NativeValue::List(names.skip(1).collect())
     })
 }
 
-fn is_match<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    let Some(text) = subject(call)? else { return Ok(Value::Bool(false)) };
+fn is_match<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(NativeValue::Bool(false)) };
     with_regex(call, |regex| regex.is_match(text).into())
 }
 
-/// The first match from a byte on: the character it begins at, then the bytes at which it and each of its groups begin
-/// and end, -1 for a group that took no part.
-fn find<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    let Some(text) = subject(call)? else { return Ok(Value::Nil) };
+/// Returns the first match from a byte on. It is the character at which the match begins. After it
+/// come the bytes at which it and each of its groups begin and end. A group that took no part has
+/// -1.
+fn find<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(NativeValue::Nil) };
     let from = if call.args().len() > 1 { usize::try_from(call.int(1)?).unwrap_or(usize::MAX) } else { 0 };
     if from > text.len() {
-        return Ok(Value::Nil);
+        return Ok(NativeValue::Nil);
     }
     with_regex(call, |regex| {
-        regex.captures_at(text, from).map_or(Value::Nil, |found| Value::List(places(text, &found)))
+        regex
+            .captures_at(text, from)
+            .map_or(NativeValue::Nil, |found| NativeValue::List(places(text, &found)))
     })
 }
 
-/// All matches that do not overlap, each as `find` gives it.
-fn find_all<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    let Some(text) = subject(call)? else { return Ok(Value::List(Vec::new())) };
+/// Returns all matches that do not overlap, each in the form of `find`.
+fn find_all<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(NativeValue::List(Vec::new())) };
     with_regex(call, |regex| {
         let clock = SearchClock::start();
         let all = regex.captures_iter(text).take(MATCHES_MAX);
-        let listed = all.map(|found| clock.check().map(|()| Value::List(places(text, &found))));
-        listed.collect::<Result<_, _>>().map(Value::List)
+        let listed = all.map(|found| clock.check().map(|()| NativeValue::List(places(text, &found))));
+        listed.collect::<Result<_, _>>().map(NativeValue::List)
     })?
 }
 
-fn places<'a>(text: &[u8], found: &Captures<'_>) -> Vec<Value<'a>> {
-    let int = |at: usize| Value::Int(i64::try_from(at).unwrap_or(i64::MAX));
+fn places<'a>(text: &[u8], found: &Captures<'_>) -> Vec<NativeValue<'a>> {
+    let int = |at: usize| NativeValue::Int(i64::try_from(at).unwrap_or(i64::MAX));
     let begin = found.get(0).map_or(0, |whole| whole.start());
-    // Bytes that go on with a character (10xxxxxx) are not counted.
+    // Continuation bytes of a character (10xxxxxx) are not counted.
     let characters = text[..begin].iter().filter(|b| **b & 0xC0 != 0x80).count();
     let groups = found.iter().flat_map(|group| match group {
         Some(group) => [int(group.start()), int(group.end())],
-        None => [Value::Int(-1), Value::Int(-1)],
+        None => [NativeValue::Int(-1), NativeValue::Int(-1)],
     });
     std::iter::once(int(characters)).chain(groups).collect()
 }
 
-/// The text with the first match, or all, replaced; `\0` to `\9` and `\k<name>` stand for groups.
-fn replace<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    let Some(text) = subject(call)? else { return Ok(Value::Nil) };
-    let (with, all) = (call.bytes(1)?, *call.any(2) == Arg::Bool(true));
+/// Returns the text with the first match, or all, replaced; `\0` to `\9` and `\k<name>` refer to
+/// groups.
+fn replace<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(NativeValue::Nil) };
+    let with = call.bytes(1)?;
+    let all = *call.any(2) == NativeArg::Bool(true);
     with_regex(call, |regex| {
         let mut made = Vec::with_capacity(text.len());
         let mut rest = 0;
@@ -185,7 +194,7 @@ fn replace<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
             }
         }
         made.extend_from_slice(&text[rest..]);
-        Ok(Value::from(into_text(made)))
+        Ok(NativeValue::from(into_text(made)))
     })?
 }
 
@@ -216,22 +225,23 @@ fn expand(found: &Captures<'_>, with: &[u8], made: &mut Vec<u8>) {
     made.extend_from_slice(rest);
 }
 
-/// Of `k<name>...`, with how many bytes it takes.
+/// Returns the name in `k<name>...`, and how many bytes it takes.
 fn group_name(text: &[u8]) -> Option<(&str, usize)> {
     let inner = text.strip_prefix(b"k<")?;
     let end = inner.iter().position(|b| *b == b'>')?;
     Some((std::str::from_utf8(&inner[..end]).ok()?, end + 3))
 }
 
-/// The parts between the matches, at most so many if the number is positive; what groups took stands between them.
-fn split<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
-    let Some(text) = subject(call)? else { return Ok(Value::List(Vec::new())) };
+/// Returns the parts between the matches, at most as many as a positive number says. The matches of
+/// groups are between them.
+fn split<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(NativeValue::List(Vec::new())) };
     let limit = usize::try_from(call.int(1)?).unwrap_or(0);
     let most = if limit == 0 { MATCHES_MAX } else { limit - 1 };
     with_regex(call, |regex| {
         let mut parts = Vec::new();
         let mut rest = 0;
-        // An empty match at the beginning or end parts nothing.
+        // An empty match at the beginning or end separates nothing.
         let parting = |found: &Captures<'_>| {
             found.get(0).is_some_and(|whole| !whole.is_empty() || (1..text.len()).contains(&whole.start()))
         };
@@ -247,23 +257,23 @@ fn split<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
         }
         parts.push(into_text(text[rest..].to_vec()).into());
         // As Ruby does without a limit.
-        while limit == 0 && parts.last() == Some(&Value::from("")) {
+        while limit == 0 && parts.last() == Some(&NativeValue::from("")) {
             parts.pop();
         }
-        Ok(Value::List(parts))
+        Ok(NativeValue::List(parts))
     })?
 }
 
-fn escape<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+fn escape<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
     call.expect(1, 1)?;
     Ok(regex::escape(call.word(0)?).into())
 }
 
-/// The text to search in; nil is found nowhere.
-fn subject<'a>(call: &Call<'a>) -> Result<Option<&'a [u8]>, NativeError> {
+/// Returns the text to search; nil never matches.
+fn subject<'a>(call: &NativeCall<'a>) -> Result<Option<&'a [u8]>, NativeError> {
     let text = match call.any(0) {
-        Arg::Nil => return Ok(None),
-        Arg::Symbol(name) => name.as_bytes(),
+        NativeArg::Nil => return Ok(None),
+        NativeArg::Symbol(name) => name.as_bytes(),
         _ => call.bytes(0)?,
     };
     if text.len() > TEXT_LEN_MAX {
@@ -273,7 +283,7 @@ fn subject<'a>(call: &Call<'a>) -> Result<Option<&'a [u8]>, NativeError> {
     Ok(Some(text))
 }
 
-/// Bounds the searches of one call by this thread's processor time.
+/// Bounds the searches of one call by this thread's CPU time.
 struct SearchClock(Duration);
 
 impl SearchClock {
@@ -298,30 +308,30 @@ fn thread_time() -> Duration {
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Made of pieces of a Ruby string, which need not be UTF-8.
+/// Makes a text of pieces of a Ruby string, which need not be UTF-8.
 fn into_text(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
 }
 
-fn with_regex<T>(call: &mut Call<'_>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
-    let pattern = Rc::clone(call.this::<Rc<Pattern>>()?);
+fn with_regex<T>(call: &mut NativeCall<'_>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
+    let pattern = Rc::clone(call.this::<Rc<RegexpPattern>>()?);
     with_compiled(&pattern, search)
 }
 
-fn with_compiled<T>(pattern: &Rc<Pattern>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
+fn with_compiled<T>(pattern: &Rc<RegexpPattern>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
     COMPILED.with_borrow_mut(|compiled| {
         let regex = compiled.try_get_or_insert(Rc::clone(pattern), || compile(pattern))?;
         Ok(search(regex))
     })
 }
 
-fn compile(pattern: &Pattern) -> Result<Regex, NativeError> {
+fn compile(pattern: &RegexpPattern) -> Result<Regex, NativeError> {
     let has = |option| pattern.options & option != 0;
     RegexBuilder::new(&translate(&pattern.source))
         .case_insensitive(has(IGNORE_CASE))
         .ignore_whitespace(has(EXTENDED))
         .dot_matches_new_line(has(MULTI_LINE))
-        // In Ruby `^` and `$` are always those of a line.
+        // In Ruby `^` and `$` always match at a line's ends.
         .multi_line(true)
         .size_limit(PROGRAM_LEN_MAX)
         .dfa_size_limit(SEARCH_CACHE_LEN_MAX)
@@ -334,15 +344,15 @@ fn compile(pattern: &Pattern) -> Result<Regex, NativeError> {
         })
 }
 
-/// Whether this is a pattern.
+/// Returns whether this is a valid pattern.
 pub(crate) fn is_pattern(source: &str, options: u8) -> bool {
-    compile(&Pattern { source: source.into(), options }).is_ok()
+    compile(&RegexpPattern { source: source.into(), options }).is_ok()
 }
 
-/// What Ruby writes in another way than the `regex` crate.
+/// Translates Ruby's syntax to that of the `regex` crate.
 fn translate(source: &str) -> String {
     let mut made = String::with_capacity(source.len());
-    // Where one group has a name, those without one capture nothing.
+    // If one group has a name, those without one capture nothing.
     let has_names =
         source.split("(?<").skip(1).any(|name| name.starts_with(|c: char| c.is_alphabetic() || c == '_'));
     let mut class_depth = 0_usize;
@@ -385,7 +395,7 @@ fn translate(source: &str) -> String {
     made
 }
 
-/// `(?mi-x` at the beginning of a text, where options are set; else the parenthesis alone.
+/// Returns `(?mi-x` at the beginning of a text that sets options; otherwise the parenthesis alone.
 fn inline_options(text: &str) -> &str {
     let is_option = |c: char| matches!(c, 'm' | 'i' | 'x' | '-');
     let options = text.strip_prefix("(?").unwrap_or_default();

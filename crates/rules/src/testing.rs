@@ -9,15 +9,17 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
 use tempfile::TempDir;
 
-use crate::facts::{Facts, Number, Scalar, Text};
-use crate::{Budget, Engine, OnError, Phase, RuleFile, RuleSet, Verdict};
+use crate::budget::RuleBudget;
+use crate::facts::{FactSource, NumberFact, ScalarValue, TextFact};
+use crate::phase::RulePhase;
+use crate::{Engine, OnError, RuleFile, RuleSet, Verdict};
 
 /// A request of which a few things are known. It counts what it is asked.
 #[derive(Debug, Clone, Default)]
-pub struct Asked {
+pub struct TestRequest {
     pub host: String,
     pub path: String,
     pub agent: Option<String>,
@@ -30,7 +32,7 @@ pub struct Asked {
     pub rests_asked: Cell<u32>,
 }
 
-impl Asked {
+impl TestRequest {
     pub fn host(host: &str) -> Self {
         Self { host: host.to_owned(), path: "/".into(), ..Self::default() }
     }
@@ -45,20 +47,20 @@ impl Asked {
     }
 }
 
-impl Facts for Asked {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+impl FactSource for TestRequest {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>> {
         self.count();
         match text {
-            Text::Hostname => Some(self.host.as_str().into()),
-            Text::Method => Some("GET".into()),
-            Text::Path | Text::RawTarget => Some(self.path.as_str().into()),
-            Text::RequestId => Some("1".into()),
+            TextFact::Hostname => Some(self.host.as_str().into()),
+            TextFact::Method => Some("GET".into()),
+            TextFact::Path | TextFact::RawTarget => Some(self.path.as_str().into()),
+            TextFact::RequestId => Some("1".into()),
             _ => None,
         }
     }
 
-    fn number(&self, number: Number) -> Option<i64> {
-        (number == Number::ArrivedUs).then_some(self.arrived)
+    fn number(&self, number: NumberFact) -> Option<i64> {
+        (number == NumberFact::ArrivedUs).then_some(self.arrived)
     }
 
     fn header_in(&self, name: &str) -> Option<Cow<'_, str>> {
@@ -74,23 +76,23 @@ impl Facts for Asked {
 
     fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
 
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool {
         let found = self.settings.get(key);
         if let Some(value) = found {
-            each(None, Scalar::Int(*value));
+            each(None, ScalarValue::Int(*value));
         }
         found.is_some()
     }
 
-    fn cell_exists(&self, _: Controller, name: &CellName) -> bool {
+    fn cell_exists(&self, _: CgroupController, name: &CellName) -> bool {
         self.cells.borrow().iter().any(|cell| *cell == name.as_str())
     }
 
-    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
+    fn cell_value(&self, _: CgroupController, _: &CellName, _: &str) -> Option<String> {
         None
     }
 
-    fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<RequestUsage> {
         None
     }
 
@@ -120,12 +122,12 @@ impl Facts for Asked {
 }
 
 /// Rule files in a directory of their own.
-pub struct Rules {
+pub struct TestRules {
     directory: TempDir,
     files: Vec<RuleFile>,
 }
 
-impl Rules {
+impl TestRules {
     /// One file for the access phase.
     pub fn of(source: &str) -> Self {
         let mut rules = Self { directory: tempfile::tempdir().unwrap(), files: Vec::new() };
@@ -137,7 +139,8 @@ impl Rules {
     pub fn add(&mut self, source: &str) -> &mut RuleFile {
         let path = self.path(self.files.len());
         fs::write(&path, source).unwrap();
-        let (phase, on_error) = (Phase::AccessChecker, OnError::Pass);
+        let phase = RulePhase::AccessChecker;
+        let on_error = OnError::Pass;
         self.files.push(RuleFile { phase, path, cache: false, on_error });
         self.files.last_mut().unwrap()
     }
@@ -145,6 +148,10 @@ impl Rules {
     /// The first file, to change how it is configured.
     pub fn first(&mut self) -> &mut RuleFile {
         &mut self.files[0]
+    }
+
+    pub fn second(&mut self) -> &mut RuleFile {
+        &mut self.files[1]
     }
 
     pub fn path(&self, at: usize) -> PathBuf {
@@ -156,7 +163,7 @@ impl Rules {
     }
 
     pub fn set(&self) -> Arc<RuleSet> {
-        RuleSet::new(self.files.clone(), Budget::default())
+        RuleSet::new(self.files.clone(), RuleBudget::default())
     }
 
     pub fn engine(&self) -> (Arc<RuleSet>, Engine) {
@@ -169,7 +176,8 @@ impl Rules {
 /// What the rules of the access phase decide, and whether the request is refused.
 pub fn evaluate(engine: &mut Engine) -> (Verdict, Result<(), crate::RuleFault>) {
     let mut verdict = engine.blank();
-    let outcome = engine.evaluate(Phase::AccessChecker, &Asked::get("/wiki/Main%20Page"), &mut verdict);
+    let outcome =
+        engine.evaluate(RulePhase::AccessChecker, &TestRequest::get("/wiki/Main%20Page"), &mut verdict);
     (Verdict::clone(&verdict), outcome)
 }
 
@@ -182,7 +190,7 @@ pub fn answer_of(engine: &mut Engine) -> String {
 /// What one rule writes, which must not fail.
 #[track_caller]
 pub fn written(source: &str) -> String {
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     let answer = answer_of(&mut engine);
     assert_eq!(set.status()[0].last_fault, None);
     answer

@@ -1,19 +1,21 @@
-//! What one text decides about one request: a dry run, with no rule set, no counters, and nothing that anybody carries out.
+//! Runs one text on one request as a trial: no rule set, no counters, and no action follows.
 //!
-//! Not here: evaluation for requests (`engine`), what the request is (`Facts`).
+//! Not here: evaluation for requests (`engine`), what the request is (`FactSource`).
 
 use std::sync::Arc;
 
-use crate::facts::Facts;
+use crate::budget::RuleBudget;
+use crate::facts::FactSource;
 use crate::fault::{FaultKind, RuleFault};
-use crate::ffi::Scope;
-use crate::ruleset::{Budget, Phase};
+use crate::ffi::RuleScope;
+use crate::phase::RulePhase;
+use crate::state::{SharedState, StateRun, WaitAllowance};
 use crate::verdict::Verdict;
-use crate::vm::{self, Failed, Vm};
+use crate::vm::{self, CompileFailure, RuleVm};
 
-/// What came of it.
+/// Result of a trial.
 #[derive(Debug)]
-pub struct Trial {
+pub struct RuleTrial {
     pub verdict: Verdict,
     /// Decisions that were refused.
     pub refused: Vec<RuleFault>,
@@ -23,21 +25,24 @@ pub struct Trial {
 ///
 /// # Errors
 ///
-/// It does not compile, raises an exception, or uses up its budget.
+/// Fails if it does not compile, raises an exception, or uses up its budget.
 pub fn dry_run(
     text: &[u8],
     file: &str,
-    phase: Phase,
-    facts: &dyn Facts,
-    budget: Budget,
-) -> Result<Trial, RuleFault> {
+    phase: RulePhase,
+    facts: &dyn FactSource,
+    budget: RuleBudget,
+) -> Result<RuleTrial, RuleFault> {
     let name: Arc<str> = file.into();
     let code = vm::compile(text, &name)?;
     let mut verdict = Verdict::default();
-    let mut run = || -> Result<(), Failed> {
-        let mut vm = Vm::open(budget)?;
+    let mut run = || -> Result<(), CompileFailure> {
+        let mut vm = RuleVm::open(budget)?;
         let loaded = vm.load(&code)?;
-        vm.run(loaded, &mut Scope { facts, verdict: &mut verdict, phase }, file)
+        let state = SharedState::default();
+        let patience = WaitAllowance::default();
+        let shared = StateRun::new(&state, &patience, facts, phase);
+        vm.run(loaded, &mut RuleScope { facts, verdict: &mut verdict, phase, shared }, file)
     };
     run().map_err(|failed| failed.fault(&name))?;
     let refused = verdict.take_refused().into_iter().map(|refused| RuleFault {
@@ -48,21 +53,27 @@ pub fn dry_run(
     });
     let refused = refused.collect();
     verdict.spoken(phase, &name);
-    Ok(Trial { verdict, refused })
+    Ok(RuleTrial { verdict, refused })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::Asked;
+    use crate::testing::TestRequest;
 
-    fn trial(text: &str) -> Result<Trial, RuleFault> {
-        dry_run(text.as_bytes(), "a.rb", Phase::AccessChecker, &Asked::get("/wiki"), Budget::default())
+    fn trial(text: &str) -> Result<RuleTrial, RuleFault> {
+        dry_run(
+            text.as_bytes(),
+            "a.rb",
+            RulePhase::AccessChecker,
+            &TestRequest::get("/wiki"),
+            RuleBudget::default(),
+        )
     }
 
     #[test]
     fn a_dry_run_tells_decisions_and_those_that_were_refused() {
-        let Trial { verdict, refused } =
+        let RuleTrial { verdict, refused } =
             trial("answer 403 if request.path == '/wiki'\nlimit cpu: 'x'").unwrap();
         assert_eq!(verdict.answer.unwrap().status, 403);
         assert_eq!((refused.len(), refused[0].line), (1, Some(2)));

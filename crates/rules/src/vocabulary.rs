@@ -1,19 +1,35 @@
-//! The words of which rules are made that always say the same when they are told the same.
+//! The words whose result in rules depends only on their input.
 //!
-//! A rule that uses no others, defines nothing and keeps nothing between its runs is a function of the facts it asks for:
-//! `remembered` may then spare it a run. What is not on the list costs the rule that only; so the list leaves out
-//! clocks, chance, identities, reflection and everything whose inside is not known. Not here: which programs use which names
-//! (`vm`), facts that are different each time (`remembered`).
+//! Some rules use only these words, define nothing and keep nothing between their runs. Such a rule
+//! is a function of the facts it asks for, so `verdict_cache` may spare it a run. A rule that uses
+//! another word loses only that. So the list leaves out clocks, chance, identities, reflection and
+//! everything whose inside is not known.
+//!
+//! Not here: which programs use which names (`vm`), facts that are different each time
+//! (`verdict_cache`).
 
 use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use crate::api;
 
-/// Natives that know more than facts and verdict tell them: the time.
-const LEFT_OUT: &[&str] = &["seconds", "in_span?"];
+/// Natives that know more than facts and verdict: the time, and state of other requests.
+const LEFT_OUT: &[&str] = &[
+    "seconds",
+    "in_span?",
+    // State that is kept between requests.
+    "Cache",
+    "Userdata",
+    "Mutex",
+    "keep",
+    "kept",
+    "lock",
+    "try_lock",
+    "lock_within",
+    "unlock",
+];
 
-/// Of the preludes.
+/// Words of the preludes.
 const PRELUDE: &[&str] = &[
     "notes",
     "headers_in",
@@ -34,7 +50,7 @@ const PRELUDE: &[&str] = &[
     "echo",
 ];
 
-/// What a limit, a cell, a lane or a step of slowing down is given by.
+/// Keywords of a limit, a cell, a lane or a demotion.
 const KEYWORDS: &[&str] = &[
     "cpu",
     "cpu_shares",
@@ -65,7 +81,7 @@ const KEYWORDS: &[&str] = &[
     "debug",
 ];
 
-/// Of Ruby's own library: what works on values that a run has made itself.
+/// Words of Ruby's own library that work on values of the same run.
 const RUBY: &[&str] = &[
     // Everything.
     "!",
@@ -317,7 +333,7 @@ const RUBY: &[&str] = &[
     "exclude_end?",
 ];
 
-/// Whether a rule may use this name and still be spared runs.
+/// Returns whether a rule may use this name and still skip runs.
 pub fn has(name: &str) -> bool {
     static WORDS: OnceLock<HashSet<&'static str, foldhash::fast::RandomState>> = OnceLock::new();
     let words = WORDS.get_or_init(|| {
@@ -335,7 +351,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_can_be_different_each_time_is_left_out() {
+    fn words_that_vary_each_time_are_left_out() {
         for name in [
             "Time",
             "now",
@@ -348,6 +364,10 @@ mod tests {
             "hash",
             "object_id",
             "send",
+            "Userdata",
+            "Cache",
+            "Mutex",
+            "kept",
         ] {
             assert!(!has(name), "{name}");
         }

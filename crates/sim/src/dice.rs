@@ -9,7 +9,7 @@ use std::time::Duration;
 pub struct Dice(pub u64);
 
 impl Dice {
-    /// One of `0..sides`.
+    /// Returns one of `0..sides`.
     pub fn roll(&mut self, sides: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -27,7 +27,7 @@ impl Dice {
         least + Duration::from_nanos(self.roll(span + 1))
     }
 
-    /// An index below `count`.
+    /// Returns an index below `count`.
     pub fn index(&mut self, count: usize) -> usize {
         self.roll(count as u64) as usize
     }

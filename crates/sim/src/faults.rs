@@ -1,6 +1,6 @@
-//! What goes wrong, and for how long.
+//! The simulated faults and their durations.
 //!
-//! Not here: what it does to messages and nodes (`world`).
+//! Not here: their effect on messages and nodes (`world`).
 
 use std::time::Duration;
 
@@ -11,59 +11,59 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Which kinds of faults a world has.
+/// The kinds of faults of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Faults {
-    /// Between two of them: on average.
+pub struct FaultKinds {
+    /// Average time between two faults.
     pub every: Duration,
-    /// Messages lost, in a hundred.
+    /// Lost messages, in a hundred.
     pub loss: u64,
-    /// The store goes away for everybody now and then.
+    /// The store fails for all occasionally.
     pub store: bool,
-    /// Nodes stop, and begin anew with an old copy.
+    /// Nodes crash, and restart with an old copy.
     pub crashes: bool,
     /// Operators remove sites and add others under their names.
     pub removals: bool,
 }
 
-impl Faults {
+impl FaultKinds {
     pub const NONE: Self =
         Self { every: Duration::MAX, loss: 0, store: false, crashes: false, removals: false };
     pub const ALL: Self = Self { every: ms(150), loss: 1, store: true, crashes: true, removals: true };
 }
 
-/// One thing that goes wrong. All but a crash end by themselves.
+/// One fault. All but a crash end by themselves.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Fault {
-    /// Nothing gets from the first to the second.
+pub(crate) enum InjectedFault {
+    /// No message reaches the second from the first.
     CutOneWay(NodeId, NodeId),
     Cut(NodeId, NodeId),
-    /// Nothing of this node's gets to other nodes, or theirs to it.
+    /// No message passes between this node and other nodes.
     CutOff {
         node: NodeId,
         to: bool,
         from: bool,
     },
-    /// Nothing of this node's gets to the store, or the store's to it.
+    /// No message passes between this node and the store.
     CutStore {
         node: NodeId,
         to: bool,
         from: bool,
     },
-    /// It does nothing; what comes for it waits.
+    /// The node pauses; its messages wait.
     Pause(NodeId),
     Crash(NodeId),
     /// Its watch brings nothing, though all else works.
     Watch(NodeId),
     /// The store elects a leader, or has no quorum.
     StoreAway,
-    /// Every answer of the store takes so much longer.
+    /// Every reply of the store takes this much longer.
     SlowDisk(Duration),
 }
 
-impl Fault {
-    /// A random one, and how long it lasts.
-    pub fn random(dice: &mut Dice, faults: &Faults, nodes: NodeId) -> (Self, Duration) {
+impl InjectedFault {
+    /// Returns a random fault and its duration.
+    pub fn random(dice: &mut Dice, faults: &FaultKinds, nodes: NodeId) -> (Self, Duration) {
         let one = dice.roll(u64::from(nodes)) as NodeId;
         let other = (one + 1 + dice.roll(u64::from(nodes) - 1) as NodeId) % nodes;
         let (to, from) = [(true, true), (true, false), (false, true)][dice.index(3)];

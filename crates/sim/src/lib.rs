@@ -1,11 +1,13 @@
-//! A simulated cluster: clocks that drift, a network that loses and delays, a store that goes away, nodes that stand still and die,
-//! and on them the real liveness, fence, planner and relocation code of `nagaya-placement`.
+//! A simulated cluster. Clocks drift, the network loses and delays, the store fails, nodes pause
+//! and die. On it runs the real code of `nagaya-placement` for liveness, leases, planning and
+//! relocation.
 //!
-//! One seed decides all of it, so whatever went wrong once goes wrong again. What must never be is looked for by an observer who sees
-//! all nodes at once and real time, as no node can.
+//! One seed decides everything, so a failure can be repeated. An observer checks the invariants. It
+//! sees all nodes at once and real time, as no node can.
 //!
-//! Not here: real time, threads, sockets, files. What a node does between the pure parts stands in `node.rs` and is written for the
-//! simulation; the supervisor and the edge do the same with real sockets.
+//! Not here: real time, threads, sockets, files. A node's work between the pure parts is in
+//! `node.rs` and is written for the simulation. The supervisor and the edge do the same with real
+//! sockets.
 
 pub mod dice;
 pub mod faults;
@@ -15,6 +17,6 @@ mod store;
 mod wire;
 pub mod world;
 
-pub use faults::Faults;
-pub use observer::{Observer, Violation};
-pub use world::{Flaws, Report, Shape, World};
+pub use faults::FaultKinds;
+pub use observer::{SafetyViolation, WorldObserver};
+pub use world::{PlantedFlaws, SimWorld, WorldReport, WorldShape};

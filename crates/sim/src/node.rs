@@ -1,99 +1,110 @@
-//! A simulated node: the real state machines, and between them what supervisor and edge do with sockets and timers.
+//! A simulated node: the real state machines, and between them the work of supervisor and edge
+//! without sockets and timers.
 //!
-//! Not here: when messages arrive (`world`), what is right (`observer`).
+//! Not here: when messages arrive (`world`), the invariants (`observer`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::doubt::{self, Doubts};
-use nagaya_placement::fence::{Ages, Arrivals, Holder, TERM, VOUCH_TERM, Voucher, outlasting};
-use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
-use nagaya_placement::planner::{self, Candidate, Need};
-use nagaya_placement::relocation::{At, Effect, Outcome, Plan, Relocations, Waiter};
+use nagaya_placement::fence::{
+    LeaseHolder, RevisionAges, ServeFrom, TERM, VOUCH_TERM, VouchPromises, max_elapsed,
+};
+use nagaya_placement::liveness::{FRESH, PeerState, ProbePlan, ProbeResult};
+use nagaya_placement::planner::{self, NodeCandidate, SiteDemand};
+use nagaya_placement::relocation::{
+    CommitOutcome, PlacedAt, PlanResult, RelocationEffect, RelocationMachine, WaiterId,
+};
+use nagaya_placement::suspect_marks::{self, SuspectMarks};
 
 use crate::observer::Served;
-use crate::store::{Change, Happened};
-use crate::wire::{Instead, NodeId, Parts, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
-use crate::world::Sky;
+use crate::store::{ChangeResult, StoreChange};
+use crate::wire::{
+    ForwardedRequest, FoundInstead, NodeEvent, NodeId, RequestId, SiteId, SiteParts, StoreAsk, StoreSays,
+};
+use crate::world::Environment;
 
-/// A request is sent to so many places before it is refused.
+/// Places to which a request is sent before it is refused.
 const ATTEMPTS_MAX: u32 = 12;
-/// Without authority, or with a copy that lags, a request is held for so long before it is given back.
+/// Longest time for which a request is held without a lease, or with a copy that lags. Then it is
+/// given back.
 const HELD_LONGEST: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// From an image.
 const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(150));
-/// A removed site's placement is taken away by its node when it has known of the removal for so long: more than any authority lasts.
+/// Time from learning of a removal until the node deletes the site's placement: longer than any
+/// lease.
 const LET_GO_AFTER: Duration = Duration::from_secs(4);
 const LET_GO_AGAIN: Duration = Duration::from_secs(1);
-/// The first nodes have one of these, in turn; in large clusters all others have the usual one.
+/// Lease terms of the first nodes, in turn; in large clusters all others have the usual one.
 const TERMS: [Duration; 3] = [TERM, Duration::from_millis(150), Duration::from_millis(900)];
 const TERM_LONGEST: Duration = TERMS[2];
 const DIFFERENT: NodeId = 6;
-/// A record of which it is not known whether it is written is written again.
+/// Interval at which a record is written again if it is unknown whether it was written.
 const LIST_AGAIN: Duration = Duration::from_millis(50);
-/// Of a hundred nodes that come back so many are an older build, where there are such.
+/// Percentage of restarting nodes that are an older build, if there are such.
 const OLDER: u64 = 60;
 const GIB: u64 = 1 << 30;
-/// Of a hundred reads of the store so many are followed by a change of who has some site, where several may.
+/// Percentage of reads of the store that are followed by a change of a site's nodes, if several are
+/// allowed.
 const SHIFTS: u64 = 40;
-/// From this number on nobody waits for what a relocation comes to: requests have lower ones.
+/// From this number on, no request waits for the outcome of a relocation: requests have lower ones.
 const NOBODY: u64 = 1 << 40;
 
 const fn nanos(time: Duration) -> u64 {
     time.as_nanos() as u64
 }
 
-/// How long a node serves by one read of the store.
+/// Returns the lease term of a node.
 pub(crate) const fn term(node: NodeId) -> Duration {
     if node < DIFFERENT { TERMS[node as usize % TERMS.len()] } else { TERM }
 }
 
-/// What a commit counts on: for how long others may serve the site, by which mark, and by which revision the placement was written.
+/// Preconditions of a commit: how long others may serve the site, the mark, and the placement's
+/// latest allowed revision.
 type Counted = (Duration, Option<u64>, Option<u64>);
 
-type Effects = Vec<Effect<SiteId, NodeId>>;
+type Effects = Vec<RelocationEffect<SiteId, NodeId>>;
 
 #[derive(Debug)]
-pub(crate) struct Node {
+pub(crate) struct SimNode {
     id: NodeId,
     others: BTreeSet<NodeId>,
-    holder: Holder<NodeId>,
-    voucher: Voucher<NodeId>,
-    arrivals: Arrivals<SiteId>,
-    relocations: Relocations<SiteId, NodeId>,
-    peers: BTreeMap<NodeId, Peer>,
-    doubts: Doubts<NodeId>,
-    ages: Ages,
-    /// Sites of which a commit has failed because something was otherwise than counted on: the next counts on nothing.
+    holder: LeaseHolder<NodeId>,
+    voucher: VouchPromises<NodeId>,
+    arrivals: ServeFrom<SiteId>,
+    relocations: RelocationMachine<SiteId, NodeId>,
+    peers: BTreeMap<NodeId, PeerState>,
+    doubts: SuspectMarks<NodeId>,
+    ages: RevisionAges,
+    /// Sites whose commit has failed because of a precondition: the next has none.
     otherwise: BTreeSet<SiteId>,
-    /// Its record is written, and what it says.
+    /// Its record is written, and whether it honors marks.
     is_listed: bool,
     heeds_marks: bool,
-    /// The copy of the records is as of this revision. It is on disk.
+    /// Revision of the copy of the records. It is on disk.
     applied: u64,
-    /// Sites that it has given up itself, under which epoch last. On disk, too; what older records say once more, also of an epoch
-    /// before that one, does not undo it.
+    /// Sites that it has given up itself, with the last epoch. On disk, too. Older records that
+    /// repeat this epoch or an earlier one do not undo it.
     given_up: BTreeMap<SiteId, Served>,
-    /// Instances: of which epoch, and from which real time on they answer.
+    /// Instances: their epoch, and the real time from which on they answer.
     instances: BTreeMap<SiteId, (u64, u64)>,
     /// Requests that were forwarded and not answered.
-    flights: BTreeMap<NodeId, Vec<Work>>,
+    flights: BTreeMap<NodeId, Vec<ForwardedRequest>>,
     /// How often each peer had been started when it was last heard from.
     lives: BTreeMap<NodeId, u32>,
-    /// The one timer of each peer that counts.
+    /// The one valid timer of each peer.
     probe_times: BTreeMap<NodeId, u64>,
     next_tick: u64,
-    unsettled: Vec<Unsettled>,
+    unsettled: Vec<UnsettledCommit>,
     /// Of several nodes that have a site, the one that did not serve it last.
     lost: BTreeMap<SiteId, NodeId>,
     nobodies: u64,
 }
 
-/// A commit whose fate is not known: the epoch that it replaces, and the node that it takes the site from.
+/// A commit with an unknown outcome: the epoch that it replaces, and the node that loses the site.
 #[derive(Debug)]
-struct Unsettled {
+struct UnsettledCommit {
     site: SiteId,
     /// How often the site's placement was forgotten before.
     life: u32,
@@ -101,18 +112,18 @@ struct Unsettled {
     from: NodeId,
 }
 
-impl Node {
+impl SimNode {
     pub fn new(id: NodeId, nodes: NodeId, applied: u64) -> Self {
         Self {
             id,
             others: (0..nodes).filter(|other| *other != id).collect(),
-            holder: Holder::new(term(id), VOUCH_TERM, applied),
-            voucher: Voucher::new(Moment::default(), term(id), VOUCH_TERM),
-            arrivals: Arrivals::default(),
-            relocations: Relocations::new(),
+            holder: LeaseHolder::new(term(id), VOUCH_TERM, applied),
+            voucher: VouchPromises::new(Moment::default(), term(id), VOUCH_TERM),
+            arrivals: ServeFrom::default(),
+            relocations: RelocationMachine::new(),
             peers: BTreeMap::new(),
-            doubts: Doubts::default(),
-            ages: Ages::default(),
+            doubts: SuspectMarks::default(),
+            ages: RevisionAges::default(),
             otherwise: BTreeSet::new(),
             is_listed: false,
             heeds_marks: true,
@@ -133,60 +144,60 @@ impl Node {
         self.applied
     }
 
-    pub fn happens(&mut self, what: What, sky: &mut Sky) {
+    pub fn happens(&mut self, what: NodeEvent, sky: &mut Environment) {
         let now = sky.local(self.id);
         match what {
-            What::Start => self.start(sky),
-            What::Request(request) => self.route(request, sky),
-            What::Work(work) => self.work(work, sky),
-            What::Renew => self.renew(sky),
-            What::List => self.list(sky),
-            What::LetGo { site, removed_at } => self.let_go(site, removed_at, sky),
-            What::Tick => {
+            NodeEvent::Start => self.start(sky),
+            NodeEvent::Request(request) => self.route(request, sky),
+            NodeEvent::Work(work) => self.work(work, sky),
+            NodeEvent::Renew => self.renew(sky),
+            NodeEvent::List => self.list(sky),
+            NodeEvent::LetGo { site, removed_at } => self.let_go(site, removed_at, sky),
+            NodeEvent::Tick => {
                 self.next_tick = u64::MAX;
                 let mut effects = Vec::new();
                 self.relocations.tick(now, &mut effects);
                 self.carry_out(effects, sky);
             }
-            What::ProbeTime(peer) => self.probe_time(peer, sky),
-            What::Probe { from, probe, sent_at } => {
+            NodeEvent::ProbeTime(peer) => self.probe_time(peer, sky),
+            NodeEvent::Probe { from, probe, sent_at } => {
                 let life = sky.life(self.id);
-                sky.send(self.id, from, What::ProbeAnswer { from: self.id, probe, sent_at, life });
+                sky.send(self.id, from, NodeEvent::ProbeAnswer { from: self.id, probe, sent_at, life });
             }
-            What::ProbeAnswer { from, probe, sent_at, life } => {
+            NodeEvent::ProbeAnswer { from, probe, sent_at, life } => {
                 self.peer(from).answered(now, probe, sent_at);
                 if self.lives.insert(from, life).is_some_and(|before| before != life) {
                     self.flights_failed(from, sky);
                 }
             }
-            What::ProbeRefused { from, probe } => {
+            NodeEvent::ProbeRefused { from, probe } => {
                 self.peer(from).refused(now, probe);
                 if self.peer(from).known(now).is_some() {
                     self.flights_failed(from, sky);
                 }
             }
-            What::Forward { work, committed } => {
+            NodeEvent::Forward { work, committed } => {
                 if let Some((ago, wait)) = committed {
                     self.arrivals.placed(now, work.site, work.epoch, wait, ago);
                 }
-                self.work(Work { since: sky.now, ..work }, sky);
+                self.work(ForwardedRequest { since: sky.now, ..work }, sky);
             }
-            What::Answer { from, work, is_served } => self.answered(from, work, is_served, sky),
-            What::VouchAsk { from, round } => {
+            NodeEvent::Answer { from, work, is_served } => self.answered(from, work, is_served, sky),
+            NodeEvent::VouchAsk { from, round } => {
                 if let Some(vouch) = self.voucher.vouch(now, from, self.holder.until_by_store()) {
-                    sky.send(self.id, from, What::VouchAnswer { from: self.id, round, vouch });
+                    sky.send(self.id, from, NodeEvent::VouchAnswer { from: self.id, round, vouch });
                 }
             }
-            What::VouchAnswer { from, round, vouch } => self.holder.vouched(round, &from, vouch),
-            What::Watch(revision) => self.apply(revision, sky),
-            What::Stored(says) => self.stored(says, sky),
+            NodeEvent::VouchAnswer { from, round, vouch } => self.holder.add_vouch(round, &from, vouch),
+            NodeEvent::Watch(revision) => self.apply(revision, sky),
+            NodeEvent::Stored(says) => self.stored(says, sky),
         }
     }
 
     // === Authority ===
 
-    /// Everything in memory is new; what is on disk may be older than it was.
-    fn start(&mut self, sky: &mut Sky) {
+    /// Starts the node. Everything in memory is new; data on disk may be older than it was.
+    fn start(&mut self, sky: &mut Environment) {
         let now = sky.local(self.id);
         let flaws = sky.shape.flaws;
         if sky.now > nanos(TERM) && sky.dice.chance(50) {
@@ -196,12 +207,12 @@ impl Node {
         let fresh = Self::new(self.id, sky.shape.nodes, self.applied);
         *self = Self { given_up: kept, ..fresh };
         let started = if flaws.promises_forgotten { Moment::default() } else { now };
-        self.voucher = Voucher::new(started, term(self.id), VOUCH_TERM);
+        self.voucher = VouchPromises::new(started, term(self.id), VOUCH_TERM);
         let half = (self.others.len() / 2).max(1);
         let asked = if flaws.half_may_vouch { half } else { self.others.len() };
         self.holder.members(self.others.iter().copied().take(asked).collect());
         for other in self.others.clone() {
-            self.voucher.introduced(other);
+            self.voucher.note_introduced(other);
         }
         for site in sky.store.removed.clone() {
             self.let_go_later(site, LET_GO_AFTER, sky);
@@ -211,34 +222,35 @@ impl Node {
         self.list(sky);
     }
 
-    /// Before its record says what it does, it asks for nothing.
-    fn list(&mut self, sky: &mut Sky) {
+    /// Writes its record. Before that, it asks for no lease.
+    fn list(&mut self, sky: &mut Environment) {
         if !self.is_listed {
             let life = sky.life(self.id);
             sky.ask_store(self.id, StoreAsk::List { life, heeds_marks: self.heeds_marks });
-            sky.later(self.id, sky.now + nanos(LIST_AGAIN), What::List);
+            sky.later(self.id, sky.now + nanos(LIST_AGAIN), NodeEvent::List);
         }
     }
 
-    fn renew(&mut self, sky: &mut Sky) {
+    fn renew(&mut self, sky: &mut Environment) {
         let now = sky.local(self.id);
-        let read = self.holder.sending(now);
+        let read = self.holder.begin_read(now);
         sky.ask_store(self.id, StoreAsk::Renew { id: read, mark: None });
         if self.holder.wants_vouches(now) {
-            let (round, members) = self.holder.asking(now);
+            let (round, members) = self.holder.begin_round(now);
             for member in members {
-                sky.send(self.id, member, What::VouchAsk { from: self.id, round });
+                sky.send(self.id, member, NodeEvent::VouchAsk { from: self.id, round });
             }
         }
         if sky.shape.copies_max > 1 && sky.dice.chance(SHIFTS) {
             self.shift(sky);
         }
         let next = sky.real(self.id, self.holder.renew_at(now));
-        sky.later(self.id, next, What::Renew);
+        sky.later(self.id, next, NodeEvent::Renew);
     }
 
-    /// Load comes or goes: one more node gets some site of this one, or this one gives it up to the others.
-    fn shift(&mut self, sky: &mut Sky) {
+    /// Simulates load: one more node gets some site of this one, or this one gives it up to the
+    /// others.
+    fn shift(&mut self, sky: &mut Environment) {
         let site = sky.dice.roll(u64::from(sky.shape.sites)) as SiteId;
         let Some(parts) = self.placement(site, sky) else { return };
         let Some(own) = parts.of(self.id).filter(|_| self.has(site, sky)) else { return };
@@ -251,14 +263,14 @@ impl Node {
             sky.ask_store(self.id, StoreAsk::Leave { site, node: self.id, expect, is_removed: false });
         } else {
             let node = sky.dice.roll(u64::from(sky.shape.nodes)) as NodeId;
-            // The first placement of a name took it from nobody.
-            let earlier = if expect == 1 { Duration::ZERO } else { outlasting(TERM_LONGEST) };
-            let (wait, written_by) = self.ages.owed(sky.local(self.id), None, earlier);
+            // The first placement of a name took it from no node.
+            let earlier = if expect == 1 { Duration::ZERO } else { max_elapsed(TERM_LONGEST) };
+            let (wait, written_by) = self.ages.remaining_wait(sky.local(self.id), None, earlier);
             sky.ask_store(self.id, StoreAsk::Copy { site, node, expect, wait, written_by });
         }
     }
 
-    fn apply(&mut self, revision: u64, sky: &mut Sky) {
+    fn apply(&mut self, revision: u64, sky: &mut Environment) {
         if revision <= self.applied {
             return;
         }
@@ -272,16 +284,16 @@ impl Node {
             let now = sky.store.at(open.site, revision).map(|at| at.epoch);
             let is_open = sky.store.life(open.site, revision) == open.life && now <= open.expect;
             if !is_open {
-                voucher.settled(&open.from, Some(revision));
+                voucher.note_settled(&open.from, Some(revision));
             }
             is_open
         });
         self.holder.applied(revision);
     }
 
-    fn take(&mut self, Change { site, what, .. }: Change, sky: &mut Sky) {
+    fn take(&mut self, StoreChange { site, what, .. }: StoreChange, sky: &mut Environment) {
         match what {
-            Happened::Placed { before, after } => {
+            ChangeResult::Placed { before, after } => {
                 let had = before.as_ref().and_then(|parts| parts.of(self.id));
                 match after.of(self.id) {
                     Some(epoch) if had != Some(epoch) => {
@@ -292,12 +304,12 @@ impl Node {
                     _ => {}
                 }
             }
-            Happened::Added => {}
-            Happened::Removed => {
+            ChangeResult::Added => {}
+            ChangeResult::Removed => {
                 self.instances.remove(&site);
                 self.let_go_later(site, LET_GO_AFTER, sky);
             }
-            Happened::Forgotten => self.lose(site),
+            ChangeResult::Forgotten => self.lose(site),
         }
     }
 
@@ -308,26 +320,26 @@ impl Node {
 
     // === Removed sites ===
 
-    fn has(&self, site: SiteId, sky: &Sky) -> bool {
+    fn has(&self, site: SiteId, sky: &Environment) -> bool {
         sky.store.removed_at(site, self.applied).is_none()
     }
 
-    /// If the removed site is placed here.
-    fn let_go_later(&self, site: SiteId, after: Duration, sky: &mut Sky) {
+    /// Acts later if the removed site is placed here.
+    fn let_go_later(&self, site: SiteId, after: Duration, sky: &mut Environment) {
         let is_here = self.placement(site, sky).is_some_and(|parts| parts.of(self.id).is_some());
         if let (true, Some(removed_at)) = (is_here, sky.store.removed_at(site, self.applied)) {
             let at = sky.real(self.id, sky.local(self.id) + after);
-            sky.later(self.id, at, What::LetGo { site, removed_at });
+            sky.later(self.id, at, NodeEvent::LetGo { site, removed_at });
         }
     }
 
-    /// Unless it was added again meanwhile.
-    fn let_go(&mut self, site: SiteId, removed_at: u64, sky: &mut Sky) {
+    /// Gives the site up, unless it was added again meanwhile.
+    fn let_go(&mut self, site: SiteId, removed_at: u64, sky: &mut Environment) {
         let placed = self.placement(site, sky).filter(|parts| parts.of(self.id).is_some());
         let is_still = sky.store.removed_at(site, self.applied) == Some(removed_at);
         if let Some((epoch, count)) = placed.filter(|_| is_still).map(|parts| (parts.epoch, parts.all.len()))
         {
-            // Others had it, too: each says so for itself.
+            // Others had it, too: each reports for itself.
             sky.ask_store(
                 self.id,
                 match count {
@@ -341,17 +353,17 @@ impl Node {
 
     // === Requests ===
 
-    fn placement<'s>(&self, site: SiteId, sky: &'s Sky) -> Option<&'s Parts> {
+    fn placement<'s>(&self, site: SiteId, sky: &'s Environment) -> Option<&'s SiteParts> {
         sky.store.at(site, self.applied)
     }
 
-    /// A placement as a relocation sees it: the part that it is about.
-    fn part(&self, site: SiteId, parts: &Parts) -> At<NodeId> {
+    /// Returns a placement as a relocation sees it: the part that it concerns.
+    fn part(&self, site: SiteId, parts: &SiteParts) -> PlacedAt<NodeId> {
         let lost = self.lost.get(&site).filter(|lost| parts.of(**lost).is_some());
-        At { node: *lost.unwrap_or(&parts.all[0].node), epoch: parts.epoch }
+        PlacedAt { node: *lost.unwrap_or(&parts.all[0].node), epoch: parts.epoch }
     }
 
-    fn route(&mut self, request: RequestId, sky: &mut Sky) {
+    fn route(&mut self, request: RequestId, sky: &mut Environment) {
         let site = sky.requests[request as usize].site;
         if !self.has(site, sky) {
             sky.gone(request);
@@ -366,8 +378,15 @@ impl Node {
         }
     }
 
-    /// The request goes to some node that has the site, not to the one that did not serve it. False: that is the only one.
-    fn spread(&mut self, request: RequestId, parts: &Parts, lost: Option<NodeId>, sky: &mut Sky) -> bool {
+    /// Sends the request to some node that has the site, not to the one that did not serve it.
+    /// Returns false if that is the only one.
+    fn spread(
+        &mut self,
+        request: RequestId,
+        parts: &SiteParts,
+        lost: Option<NodeId>,
+        sky: &mut Environment,
+    ) -> bool {
         let others: Vec<_> = parts.all.iter().filter(|part| Some(part.node) != lost).collect();
         if others.is_empty() {
             return false;
@@ -377,18 +396,18 @@ impl Node {
         true
     }
 
-    /// The request goes to where the site is placed. `seen`: the epoch of the whole placement.
+    /// Sends the request to where the site is placed. `seen` is the epoch of the whole placement.
     fn go(
         &mut self,
         request: RequestId,
-        at: At<NodeId>,
+        at: PlacedAt<NodeId>,
         seen: u64,
         committed: Option<(Moment, Duration)>,
-        sky: &mut Sky,
+        sky: &mut Environment,
     ) {
         let now = sky.local(self.id);
         let site = sky.requests[request as usize].site;
-        let work = Work { request, site, epoch: at.epoch, seen, entry: self.id, since: sky.now };
+        let work = ForwardedRequest { request, site, epoch: at.epoch, seen, entry: self.id, since: sky.now };
         if at.node == self.id {
             if let Some((when, wait)) = committed {
                 self.arrivals.placed(when, site, at.epoch, wait, Duration::ZERO);
@@ -398,12 +417,12 @@ impl Node {
         }
         let committed = committed.map(|(when, wait)| (now.since(when), wait));
         self.flights.entry(at.node).or_default().push(work);
-        sky.send(self.id, at.node, What::Forward { work, committed });
+        sky.send(self.id, at.node, NodeEvent::Forward { work, committed });
         self.watch_peer(at.node, sky);
     }
 
-    /// A request is here, under this epoch: it is served, waits, or is given back.
-    fn work(&mut self, work: Work, sky: &mut Sky) {
+    /// Handles a request here, under this epoch: it is served, waits, or is given back.
+    fn work(&mut self, work: ForwardedRequest, sky: &mut Environment) {
         if !sky.requests[work.request as usize].is_open {
             return;
         }
@@ -422,7 +441,7 @@ impl Node {
             return;
         }
         if lags || !self.holder.may_serve(now) {
-            sky.later(self.id, sky.now + nanos(LOOK_AGAIN), What::Work(work));
+            sky.later(self.id, sky.now + nanos(LOOK_AGAIN), NodeEvent::Work(work));
             return;
         }
         if self.arrivals.from(&work.site, work.epoch).is_none() {
@@ -435,8 +454,8 @@ impl Node {
         let ready = self.wake(work.site, work.epoch, sky).max(wait);
         if ready > sky.now {
             // That wait has an end of its own.
-            let work = Work { since: ready, ..work };
-            sky.later(self.id, ready, What::Work(work));
+            let work = ForwardedRequest { since: ready, ..work };
+            sky.later(self.id, ready, NodeEvent::Work(work));
             return;
         }
         let life = sky.store.life(work.site, self.applied);
@@ -445,8 +464,8 @@ impl Node {
         self.give(work, true, sky);
     }
 
-    /// Real time from which on the instance answers.
-    fn wake(&mut self, site: SiteId, epoch: u64, sky: &mut Sky) -> u64 {
+    /// Returns the real time from which on the instance answers.
+    fn wake(&mut self, site: SiteId, epoch: u64, sky: &mut Environment) -> u64 {
         let instance = self.instances.entry(site).or_default();
         if instance.0 != epoch {
             *instance = (epoch, sky.now + nanos(sky.dice.between(WAKE.0, WAKE.1)));
@@ -454,16 +473,16 @@ impl Node {
         instance.1
     }
 
-    /// The request goes back to where it came in.
-    fn give(&mut self, work: Work, is_served: bool, sky: &mut Sky) {
+    /// Gives the request back to where it came in.
+    fn give(&mut self, work: ForwardedRequest, is_served: bool, sky: &mut Environment) {
         if work.entry == self.id {
             self.answered(self.id, work, is_served, sky);
         } else {
-            sky.send(self.id, work.entry, What::Answer { from: self.id, work, is_served });
+            sky.send(self.id, work.entry, NodeEvent::Answer { from: self.id, work, is_served });
         }
     }
 
-    fn answered(&mut self, from: NodeId, work: Work, is_served: bool, sky: &mut Sky) {
+    fn answered(&mut self, from: NodeId, work: ForwardedRequest, is_served: bool, sky: &mut Environment) {
         let now = sky.local(self.id);
         if from != self.id {
             self.peer(from).heard(now);
@@ -480,28 +499,28 @@ impl Node {
 
     // === Liveness ===
 
-    fn peer(&mut self, node: NodeId) -> &mut Peer {
+    fn peer(&mut self, node: NodeId) -> &mut PeerState {
         self.peers.entry(node).or_default()
     }
 
-    /// Requests wait for this peer's answer: it is asked whether it is there.
-    fn watch_peer(&mut self, node: NodeId, sky: &mut Sky) {
+    /// Probes this peer if requests wait for its reply.
+    fn watch_peer(&mut self, node: NodeId, sky: &mut Environment) {
         let now = sky.local(self.id);
         match self.peer(node).ask(now) {
-            Ask::Fresh => self.probe_at(node, now + FRESH, sky),
-            Ask::Send { probe, until } => {
-                sky.send(self.id, node, What::Probe { from: self.id, probe, sent_at: now });
+            ProbePlan::Fresh => self.probe_at(node, now + FRESH, sky),
+            ProbePlan::Send { probe, until } => {
+                sky.send(self.id, node, NodeEvent::Probe { from: self.id, probe, sent_at: now });
                 let next = self.peer(node).resend_at().unwrap_or(until);
                 self.probe_at(node, next, sky);
             }
-            Ask::Shared { probe, until } => match self.peer(node).verdict(probe) {
-                Verdict::Silent | Verdict::Refuses => self.flights_failed(node, sky),
-                Verdict::Pending | Verdict::Answers => self.probe_at(node, until, sky),
+            ProbePlan::Shared { probe, until } => match self.peer(node).verdict(probe) {
+                ProbeResult::Silent | ProbeResult::Refuses => self.flights_failed(node, sky),
+                ProbeResult::Pending | ProbeResult::Answers => self.probe_at(node, until, sky),
             },
         }
     }
 
-    fn probe_time(&mut self, node: NodeId, sky: &mut Sky) {
+    fn probe_time(&mut self, node: NodeId, sky: &mut Environment) {
         if self.probe_times.get(&node).is_none_or(|at| *at > sky.now) {
             return;
         }
@@ -515,9 +534,9 @@ impl Node {
                 if self.doubts.raise(now, &node) {
                     sky.ask_store(self.id, StoreAsk::Doubt(node));
                 }
-                // The number of the probe under way is the one whose verdict is open.
-                if let Ask::Shared { probe, .. } = self.peer(node).ask(now) {
-                    sky.send(self.id, node, What::Probe { from: self.id, probe, sent_at: now });
+                // The number of the present probe is the one whose verdict is open.
+                if let ProbePlan::Shared { probe, .. } = self.peer(node).ask(now) {
+                    sky.send(self.id, node, NodeEvent::Probe { from: self.id, probe, sent_at: now });
                 }
             }
             let next = self.peer(node).resend_at().unwrap_or(until).min(until);
@@ -533,23 +552,23 @@ impl Node {
         }
     }
 
-    fn probe_at(&mut self, node: NodeId, at: Moment, sky: &mut Sky) {
+    fn probe_at(&mut self, node: NodeId, at: Moment, sky: &mut Environment) {
         let at = sky.real(self.id, at);
         if self.probe_times.get(&node).is_none_or(|known| at < *known) {
             self.probe_times.insert(node, at);
-            sky.later(self.id, at, What::ProbeTime(node));
+            sky.later(self.id, at, NodeEvent::ProbeTime(node));
         }
     }
 
-    fn flights_failed(&mut self, node: NodeId, sky: &mut Sky) {
+    fn flights_failed(&mut self, node: NodeId, sky: &mut Environment) {
         for work in self.flights.remove(&node).unwrap_or_default() {
             self.lost(node, work, sky);
         }
     }
 
-    /// A node did not serve a request. Another one that has the site does, and that one is taken out meanwhile; else a place is
-    /// looked for, and waited for.
-    fn lost(&mut self, node: NodeId, work: Work, sky: &mut Sky) {
+    /// Handles a node that did not serve a request. Another node that has the site serves it, and
+    /// the first is removed meanwhile. Otherwise the site is relocated, and the request waits.
+    fn lost(&mut self, node: NodeId, work: ForwardedRequest, sky: &mut Environment) {
         self.lost.insert(work.site, node);
         let open = &sky.requests[work.request as usize];
         let may_try = open.is_open && open.attempts < ATTEMPTS_MAX && self.has(work.site, sky);
@@ -561,14 +580,14 @@ impl Node {
         sky.requests[work.request as usize].attempts += 1;
         if parts.of(node) == Some(work.epoch) {
             self.nobodies += 1;
-            self.relocate(work.site, Waiter(self.nobodies), Some(work.seen), sky);
+            self.relocate(work.site, WaiterId(self.nobodies), Some(work.seen), sky);
         }
         self.spread(work.request, &parts, Some(node), sky);
     }
 
     // === Relocation ===
 
-    fn need(&mut self, request: RequestId, seen: Option<u64>, sky: &mut Sky) {
+    fn need(&mut self, request: RequestId, seen: Option<u64>, sky: &mut Environment) {
         let open = &mut sky.requests[request as usize];
         if !open.is_open {
             return;
@@ -584,60 +603,64 @@ impl Node {
             sky.refuse(request, "attempts");
             return;
         }
-        self.relocate(site, Waiter(u64::from(request)), seen, sky);
+        self.relocate(site, WaiterId(u64::from(request)), seen, sky);
     }
 
-    fn relocate(&mut self, site: SiteId, waiter: Waiter, seen: Option<u64>, sky: &mut Sky) {
+    fn relocate(&mut self, site: SiteId, waiter: WaiterId, seen: Option<u64>, sky: &mut Environment) {
         let known = self.placement(site, sky).map(|parts| self.part(site, parts));
         let mut effects = Vec::new();
         let now = sky.local(self.id);
-        self.relocations.need(now, site, waiter, seen, known, &mut effects);
+        self.relocations.add_waiter(now, site, waiter, seen, known, &mut effects);
         self.carry_out(effects, sky);
     }
 
-    fn carry_out(&mut self, mut effects: Effects, sky: &mut Sky) {
+    fn carry_out(&mut self, mut effects: Effects, sky: &mut Environment) {
         let now = sky.local(self.id);
         while let Some(effect) = effects.pop() {
             match effect {
-                Effect::Plan { site, from } => {
+                RelocationEffect::Plan { site, from } => {
                     let plan = self.plan(site, from, sky);
-                    self.relocations.planned(now, &site, plan, &mut effects);
+                    self.relocations.note_plan(now, &site, plan, &mut effects);
                 }
-                Effect::AskStore { site, ask, node, from, expect } => {
+                RelocationEffect::AskStore { site, ask, node, from, expect } => {
                     match self.begin(site, from, expect, now, sky) {
                         Ok((wait, mark, written_by)) => {
                             let ask =
                                 StoreAsk::Commit { site, ask, node, from, expect, wait, mark, written_by };
                             sky.ask_store(self.id, ask);
                         }
-                        Err(why) => self.relocations.held(now, &site, ask, why),
+                        Err(why) => self.relocations.note_blocked(now, &site, ask, why),
                     }
                 }
-                Effect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),
-                Effect::Serve { waiter, .. } | Effect::Refuse { waiter, .. } if waiter.0 >= NOBODY => {}
-                Effect::Serve { waiter, site, node, epoch, committed } => {
-                    self.serve(waiter.0 as RequestId, site, At { node, epoch }, committed, sky);
+                RelocationEffect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),
+                RelocationEffect::Serve { waiter, .. } | RelocationEffect::Refuse { waiter, .. }
+                    if waiter.0 >= NOBODY => {}
+                RelocationEffect::Serve { waiter, site, node, epoch, committed } => {
+                    self.serve(waiter.0 as RequestId, site, PlacedAt { node, epoch }, committed, sky);
                 }
-                Effect::Refuse { waiter, why, .. } => sky.refuse(waiter.0 as RequestId, &format!("{why:?}")),
+                RelocationEffect::Refuse { waiter, why, .. } => {
+                    sky.refuse(waiter.0 as RequestId, &format!("{why:?}"))
+                }
             }
         }
         if let Some(next) = self.relocations.next_at() {
             let next = sky.real(self.id, next);
             if next < self.next_tick {
                 self.next_tick = next;
-                sky.later(self.id, next, What::Tick);
+                sky.later(self.id, next, NodeEvent::Tick);
             }
         }
     }
 
-    /// A place was found. The answer of a supervisor has the whole placement: what this node's copy does not have yet is looked up.
+    /// Handles a found placement. A supervisor's reply has the whole placement. Parts that this
+    /// node's copy does not have yet are looked up.
     fn serve(
         &mut self,
         request: RequestId,
         site: SiteId,
-        at: At<NodeId>,
+        at: PlacedAt<NodeId>,
         committed: Option<(Moment, Duration)>,
-        sky: &mut Sky,
+        sky: &mut Environment,
     ) {
         match sky.store.whole(site, at.epoch).cloned() {
             Some(parts) if parts.all.len() > 1 => _ = self.spread(request, &parts, None, sky),
@@ -647,70 +670,71 @@ impl Node {
         }
     }
 
-    /// Whether a commit may leave, and what it counts on.
+    /// Returns whether a commit may be sent, and its preconditions.
     fn begin(
         &mut self,
         site: SiteId,
         from: Option<NodeId>,
         expect: Option<u64>,
         now: Moment,
-        sky: &Sky,
-    ) -> Result<Counted, nagaya_placement::fence::Held> {
+        sky: &Environment,
+    ) -> Result<Counted, nagaya_placement::fence::MoveBlocked> {
         let Some(from) = from else { return Ok((Duration::ZERO, None, None)) };
         let flaws = sky.shape.flaws;
         let owed = expect.map_or(Duration::ZERO, |expect| sky.store.owed_to(site, expect, from));
         let earlier = if flaws.earlier_ones_forgotten { Duration::ZERO } else { owed };
         let is_otherwise = self.otherwise.remove(&site);
-        let ages = if is_otherwise { &Ages::default() } else { &self.ages };
+        let ages = if is_otherwise { &RevisionAges::default() } else { &self.ages };
         if from == self.id {
             let own = self.placement(site, sky).and_then(|parts| parts.of(self.id));
             let life = sky.store.life(site, self.applied);
             self.given_up.insert(site, (life, own.or(expect).unwrap_or_default()));
             self.instances.remove(&site);
-            let (wait, written_by) = ages.owed(now, None, earlier);
+            let (wait, written_by) = ages.remaining_wait(now, None, earlier);
             return Ok((wait, None, written_by));
         }
         if !flaws.promises_ignored {
             self.voucher.begin(&from, now)?;
             let life = sky.store.life(site, self.applied);
-            self.unsettled.push(Unsettled { site, life, expect, from });
+            self.unsettled.push(UnsettledCommit { site, life, expect, from });
         }
         let whose = if flaws.own_fence_waited { self.id } else { from };
-        let (owed, written_by) = ages.owed(now, Some(term(whose)), earlier);
-        let mark = self.doubts.against(now, &from).filter(|_| !is_otherwise);
-        Ok((doubt::left(mark, now, owed), mark.map(|mark| mark.revision), written_by))
+        let (owed, written_by) = ages.remaining_wait(now, Some(term(whose)), earlier);
+        let mark = self.doubts.mark_against(now, &from).filter(|_| !is_otherwise);
+        Ok((suspect_marks::remaining_wait(mark, now, owed), mark.map(|mark| mark.revision), written_by))
     }
 
-    fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Plan<NodeId> {
+    fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Environment) -> PlanResult<NodeId> {
         let now = sky.local(self.id);
         let others = self.placement(site, sky).into_iter().flat_map(|parts| &parts.all);
         let others: Vec<_> = others.map(|part| part.node).filter(|node| Some(*node) != from).collect();
         let is_there = |node: &NodeId| self.peers.get(node).is_none_or(|peer| peer.known(now).is_none());
         if let Some(stands_in) = others.iter().find(|node| is_there(node)) {
-            return Plan::Node(*stands_in);
+            return PlanResult::Node(*stands_in);
         }
         let name = format!("site{site}");
-        let mut candidates: Vec<Candidate> = sky.names.iter().zip(&sky.store.counts).map(candidate).collect();
+        let mut candidates: Vec<NodeCandidate> =
+            sky.names.iter().zip(&sky.store.counts).map(candidate).collect();
         for (node, peer) in &self.peers {
             candidates[*node as usize].against = peer.known(now);
         }
         let from = from.map(|node| sky.names[node as usize].as_str());
-        let need = Need { site: &name, memory_bytes: GIB / 4, from };
+        let need = SiteDemand { site: &name, memory_bytes: GIB / 4, from };
         match planner::choose(&need, &candidates) {
             Ok(choice) => {
                 let number = choice.best().strip_prefix('n').and_then(|number| number.parse().ok());
-                number.map_or(Plan::Nowhere, Plan::Node)
+                number.map_or(PlanResult::Nowhere, PlanResult::Node)
             }
-            Err(none) if none.if_they_answered().next().is_some() => Plan::NotNow,
-            Err(_) => Plan::Nowhere,
+            Err(none) if none.if_they_answered().next().is_some() => PlanResult::NotNow,
+            Err(_) => PlanResult::Nowhere,
         }
     }
 
-    fn stored(&mut self, says: StoreSays, sky: &mut Sky) {
+    fn stored(&mut self, says: StoreSays, sky: &mut Environment) {
         let now = sky.local(self.id);
         let mut effects = Vec::new();
         match says {
-            // It is taken away first, which is a read, too.
+            // It is cleared first, which is a read, too.
             StoreSays::Renewed { mark: mark @ Some(_), id, .. }
                 if self.heeds_marks && !sky.shape.flaws.marks_ignored =>
             {
@@ -718,10 +742,10 @@ impl Node {
             }
             StoreSays::Renewed { id, revision, .. } => {
                 let flaws = sky.shape.flaws;
-                let id = if flaws.authority_from_receipt { self.holder.sending(now) } else { id };
-                self.holder.confirmed(id, if flaws.copy_may_lag { 0 } else { revision });
-                self.voucher.synced(revision);
-                self.ages.read(now, revision);
+                let id = if flaws.authority_from_receipt { self.holder.begin_read(now) } else { id };
+                self.holder.note_confirmed(id, if flaws.copy_may_lag { 0 } else { revision });
+                self.voucher.note_synced(revision);
+                self.ages.note_revision(now, revision);
             }
             StoreSays::Listed if !self.is_listed => {
                 self.is_listed = true;
@@ -729,7 +753,7 @@ impl Node {
             }
             StoreSays::Found { site, ask, placement } => {
                 let placement = placement.map(|parts| self.part(site, &parts));
-                self.relocations.looked(now, &site, ask, Ok(placement), &mut effects);
+                self.relocations.note_found(now, &site, ask, Ok(placement), &mut effects);
             }
             StoreSays::Committed { site, ask, from, wait, done } => {
                 self.settled(site, from, done.as_ref().ok().copied());
@@ -740,21 +764,21 @@ impl Node {
                         for part in &parts.all {
                             sky.observer.committed(&sky.store, site, (life, part.epoch), part.node);
                         }
-                        Outcome::Committed { at: now, wait }
+                        CommitOutcome::Committed { at: now, wait }
                     }
-                    Err(Instead::Placement(placement)) => {
-                        Outcome::Conflict(placement.map(|parts| self.part(site, &parts)))
+                    Err(FoundInstead::Placement(placement)) => {
+                        CommitOutcome::Conflict(placement.map(|parts| self.part(site, &parts)))
                     }
-                    Err(Instead::Otherwise) => {
+                    Err(FoundInstead::Otherwise) => {
                         self.otherwise.insert(site);
                         if let Some(from) = from {
                             self.doubts.forget(&from);
                         }
-                        Outcome::NotDone
+                        CommitOutcome::NotDone
                     }
-                    Err(Instead::NoSite) => Outcome::Void,
+                    Err(FoundInstead::NoSite) => CommitOutcome::Void,
                 };
-                self.relocations.stored(now, &site, ask, outcome, &mut effects);
+                self.relocations.note_outcome(now, &site, ask, outcome, &mut effects);
             }
             StoreSays::Marked { node, revision } => self.doubts.marked(now, &node, revision),
             StoreSays::Heard | StoreSays::Listed => {}
@@ -767,14 +791,14 @@ impl Node {
         let open = self.unsettled.iter().position(|open| open.site == site && open.from == from);
         if let Some(open) = open {
             self.unsettled.swap_remove(open);
-            self.voucher.settled(&from, committed);
+            self.voucher.note_settled(&from, committed);
         }
     }
 }
 
-/// All alike, but for how many sites each has.
-fn candidate<'a>((name, sites): (&'a String, &u32)) -> Candidate<'a> {
-    Candidate {
+/// Returns a candidate. All are alike, except for the number of their sites.
+fn candidate<'a>((name, sites): (&'a String, &u32)) -> NodeCandidate<'a> {
+    NodeCandidate {
         name,
         against: None,
         present: true,

@@ -1,6 +1,6 @@
-//! Who sees all nodes at once, and says what must never be.
+//! The observer: it sees all nodes at once, and checks the invariants.
 //!
-//! Not here: what nodes know of each other; nothing of this is ever told to one.
+//! Not here: the nodes' knowledge of each other; no node gets anything from here.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,27 +9,28 @@ use std::time::Duration;
 use nagaya_placement::fence;
 
 use crate::node::term;
-use crate::store::Store;
+use crate::store::SimStore;
 use crate::wire::{NodeId, RequestId, SiteId};
 
-/// A response that must not have left, or one that never did.
+/// A response that must not have been sent, or one that never was.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Violation {
-    /// A site was served by more nodes at one time than may have it: under an epoch that others had replaced.
+pub enum SafetyViolation {
+    /// Too many nodes served a site at one time: one did so under an epoch that others had
+    /// replaced.
     TooMany { site: u32, epoch: u64, others: Vec<u64>, node: u32, at_ns: u64 },
-    /// A node served under an epoch that the store gave to another one, or to nobody.
+    /// A node served under an epoch that the store gave to another one, or to none.
     NotItsEpoch { site: u32, epoch: u64, node: u32, at_ns: u64 },
-    /// A node served for longer after its successor was committed than the fence allows.
+    /// A node served after its successor was committed for longer than the lease allows.
     TooLong { site: u32, epoch: u64, node: u32, late: Duration },
     /// A commit that was acknowledged is not in the store.
     LostCommit { site: u32, epoch: u64, node: u32 },
-    /// A request had neither answer nor refusal in time.
+    /// A request had neither response nor refusal in time.
     NoEnd { request: u32, waited: Duration },
-    /// With all faults over for long, a request got no answer.
+    /// With all faults long over, a request got no response.
     NotServed { site: u32 },
 }
 
-impl fmt::Display for Violation {
+impl fmt::Display for SafetyViolation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TooMany { site, epoch, others, node, at_ns } => {
@@ -59,71 +60,73 @@ impl fmt::Display for Violation {
     }
 }
 
-/// An epoch of a site. When nothing is left of a removed one, those of its name begin anew; how often that was counts first.
+/// An epoch of a site. When nothing is left of a removed one, epochs of its name start over. The
+/// count of that comes first.
 pub(crate) type Served = (u32, u64);
 
-/// From the first to the last answer under one epoch.
+/// From the first to the last response under one epoch.
 #[derive(Debug, Clone, Copy)]
-struct Span {
+struct EpochSpan {
     under: Served,
     first: u64,
     last: u64,
 }
 
-/// Longer than anything of an old epoch could come late.
+/// Longer than any late event of an old epoch.
 const SPANS_FOR: Duration = Duration::from_secs(30);
 
-/// Counts and what was wrong.
+/// Counts and violations.
 #[derive(Debug, Default)]
-pub struct Observer {
-    /// For each site when it was served under which epoch.
-    served: Vec<Vec<Span>>,
-    /// How many nodes may have one site.
+pub struct WorldObserver {
+    /// For each site, when it was served under which epoch.
+    served: Vec<Vec<EpochSpan>>,
+    /// Most nodes of one site.
     copies_max: usize,
-    pub violations: Vec<Violation>,
+    pub violations: Vec<SafetyViolation>,
     pub answers: u64,
     pub refusals: BTreeMap<String, u64>,
-    /// Requests whose own node ended, so that nobody was left to answer.
+    /// Requests whose own node ended, so that no node was left to respond.
     pub abandoned: u64,
-    /// Longest that a node served after its successor was committed.
+    /// Longest time for which a node served after its successor was committed.
     pub latest: Duration,
-    /// Longest that a request waited for its answer.
+    /// Longest wait of a request for its response.
     pub slowest: Duration,
-    /// Answers by nodes that had authority by vouches alone.
+    /// Responses by nodes whose lease came from vouches alone.
     pub vouched: u64,
 }
 
 /// Violations that are kept; one is enough to fail.
 const VIOLATIONS_MAX: usize = 16;
 
-impl Observer {
+impl WorldObserver {
     pub(crate) fn new(sites: usize, copies_max: u32) -> Self {
         Self { served: vec![Vec::new(); sites], copies_max: copies_max as usize, ..Self::default() }
     }
 
-    /// A response leaves a node.
-    pub(crate) fn serves(&mut self, now: u64, store: &Store, site: SiteId, under: Served, node: NodeId) {
+    /// Notes that a response leaves a node.
+    pub(crate) fn serves(&mut self, now: u64, store: &SimStore, site: SiteId, under: Served, node: NodeId) {
         let (life, epoch) = under;
         if let Some(others) = self.too_many(now, store, site, under) {
-            self.wrong(Violation::TooMany { site, epoch, others, node, at_ns: now });
+            self.wrong(SafetyViolation::TooMany { site, epoch, others, node, at_ns: now });
         }
         match store.epoch(site, life, epoch) {
             Some((owner, ended)) if owner == node => {
                 let late = Duration::from_nanos(ended.map_or(0, |ended| now.saturating_sub(ended)));
                 self.latest = self.latest.max(late);
-                if late > fence::outlasting(term(node)) {
-                    self.wrong(Violation::TooLong { site, epoch, node, late });
+                if late > fence::max_elapsed(term(node)) {
+                    self.wrong(SafetyViolation::TooLong { site, epoch, node, late });
                 }
             }
-            _ => self.wrong(Violation::NotItsEpoch { site, epoch, node, at_ns: now }),
+            _ => self.wrong(SafetyViolation::NotItsEpoch { site, epoch, node, at_ns: now }),
         }
     }
 
-    /// The other epochs under which the site was served at some moment since it was last served under this one, if those were too
-    /// many. An epoch that nothing has replaced yet is one under which it is served all the time.
-    fn too_many(&mut self, now: u64, store: &Store, site: SiteId, under: Served) -> Option<Vec<u64>> {
+    /// Returns the other epochs under which the site was served since its last service under this
+    /// one. `None` if those were not too many. An epoch that nothing has replaced yet counts as
+    /// served all the time.
+    fn too_many(&mut self, now: u64, store: &SimStore, site: SiteId, under: Served) -> Option<Vec<u64>> {
         let spans = &mut self.served[site as usize];
-        let is_over = |span: &Span| {
+        let is_over = |span: &EpochSpan| {
             let (life, epoch) = span.under;
             store.epoch(site, life, epoch).is_none_or(|(_, ended)| ended.is_some())
         };
@@ -131,7 +134,7 @@ impl Observer {
         let before = known.as_ref().map_or(now, |span| span.last);
         match known {
             Some(span) => span.last = now,
-            None => spans.push(Span { under, first: now, last: now }),
+            None => spans.push(EpochSpan { under, first: now, last: now }),
         }
         spans.retain_mut(|span| {
             let is_over = is_over(span);
@@ -148,11 +151,11 @@ impl Observer {
         })
     }
 
-    /// A node was told that its commit has happened.
-    pub(crate) fn committed(&mut self, store: &Store, site: SiteId, under: Served, node: NodeId) {
+    /// Notes that a node learned that its commit has happened.
+    pub(crate) fn committed(&mut self, store: &SimStore, site: SiteId, under: Served, node: NodeId) {
         let (life, epoch) = under;
         if store.epoch(site, life, epoch).is_none_or(|(owner, _)| owner != node) {
-            self.wrong(Violation::LostCommit { site, epoch, node });
+            self.wrong(SafetyViolation::LostCommit { site, epoch, node });
         }
     }
 
@@ -166,10 +169,10 @@ impl Observer {
     }
 
     pub(crate) fn no_end(&mut self, request: RequestId, waited: Duration) {
-        self.wrong(Violation::NoEnd { request, waited });
+        self.wrong(SafetyViolation::NoEnd { request, waited });
     }
 
-    pub(crate) fn wrong(&mut self, violation: Violation) {
+    pub(crate) fn wrong(&mut self, violation: SafetyViolation) {
         if self.violations.len() < VIOLATIONS_MAX {
             self.violations.push(violation);
         }

@@ -1,43 +1,45 @@
-//! What goes from one place of the simulated cluster to another.
+//! The messages between places of the simulated cluster.
 //!
-//! Not here: whether and when it arrives (`world`), what is done with it (`node`, `store`).
+//! Not here: whether and when they arrive (`world`), their handling (`node`, `store`).
 
 use std::time::Duration;
 
 use nagaya_placement::Moment;
 use nagaya_placement::fence::{RenewId, RoundId, Vouch};
-use nagaya_placement::liveness::Probe;
-use nagaya_placement::relocation::{AskId, At};
+use nagaya_placement::liveness::PeerProbe;
+use nagaya_placement::relocation::{AskId, PlacedAt};
 
 pub(crate) type NodeId = u32;
 pub(crate) type SiteId = u32;
 pub(crate) type RequestId = u32;
 
-/// Which nodes have a site, each under its epoch, the first in front. It changes as a record does (`nagaya_cmdb`).
+/// The nodes of a site, each with its epoch, the first in front. It changes as a record does
+/// (`nagaya_records`).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Parts {
-    /// Of the whole: one more with each change.
+pub(crate) struct SiteParts {
+    /// Of the whole: it grows by one with each change.
     pub epoch: u64,
-    pub all: Vec<At<NodeId>>,
+    pub all: Vec<PlacedAt<NodeId>>,
 }
 
-impl Parts {
+impl SiteParts {
     pub fn one(node: NodeId, epoch: u64) -> Self {
-        Self { epoch, all: vec![At { node, epoch }] }
+        Self { epoch, all: vec![PlacedAt { node, epoch }] }
     }
 
-    /// The epoch under which this node has it.
+    /// Returns the epoch under which this node has it.
     pub fn of(&self, node: NodeId) -> Option<u64> {
         self.all.iter().find(|part| part.node == node).map(|part| part.epoch)
     }
 
     pub fn with(&self, node: NodeId) -> Self {
         let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
-        next.all.push(At { node, epoch: next.epoch });
+        next.all.push(PlacedAt { node, epoch: next.epoch });
         next
     }
 
-    /// None: it is the only one that has it, or does not.
+    /// Returns it without this node. `None` if the node is the only one that has it, or does not
+    /// have it.
     pub fn without(&self, node: NodeId) -> Option<Self> {
         let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
         next.all.retain(|part| part.node != node);
@@ -47,21 +49,24 @@ impl Parts {
     pub fn moved(&self, from: NodeId, to: NodeId) -> Self {
         let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
         let epoch = next.epoch;
-        next.all.iter_mut().filter(|part| part.node == from).for_each(|part| *part = At { node: to, epoch });
+        next.all
+            .iter_mut()
+            .filter(|part| part.node == from)
+            .for_each(|part| *part = PlacedAt { node: to, epoch });
         next
     }
 }
 
-/// Something that happens to a node: a message, or the end of a time.
+/// An event of a node: a message, or the end of a time.
 #[derive(Debug, Clone)]
-pub(crate) enum What {
+pub(crate) enum NodeEvent {
     Start,
     /// A client's request comes in.
     Request(RequestId),
-    /// A request is looked at again here: it waits for its time, an instance, or authority.
-    Work(Work),
+    /// A request is checked again here: it waits for its time, an instance, or a lease.
+    Work(ForwardedRequest),
     Renew,
-    /// Its record is to be written.
+    /// Its record must be written.
     List,
     /// The node has known for long that this site was removed, at this revision.
     LetGo {
@@ -70,33 +75,33 @@ pub(crate) enum What {
     },
     /// The node's relocations have something to do by now.
     Tick,
-    /// The probe of this peer has to go on, or ends.
+    /// The probe of this peer has to continue, or ends.
     ProbeTime(NodeId),
     Probe {
         from: NodeId,
-        probe: Probe,
+        probe: PeerProbe,
         sent_at: Moment,
     },
-    /// `life` tells that it was started anew: connections to it are gone.
+    /// `life` shows a restart: connections to it are gone.
     ProbeAnswer {
         from: NodeId,
-        probe: Probe,
+        probe: PeerProbe,
         sent_at: Moment,
         life: u32,
     },
-    /// Nobody listens there; the host says so.
+    /// No process listens there; the host says so.
     ProbeRefused {
         from: NodeId,
-        probe: Probe,
+        probe: PeerProbe,
     },
-    /// `committed`: how long ago, and for how long from then on others may serve it.
+    /// `committed` is how long ago, and how long from then on others may serve it.
     Forward {
-        work: Work,
+        work: ForwardedRequest,
         committed: Option<(Duration, Duration)>,
     },
     Answer {
         from: NodeId,
-        work: Work,
+        work: ForwardedRequest,
         is_served: bool,
     },
     VouchAsk {
@@ -113,13 +118,13 @@ pub(crate) enum What {
     Stored(StoreSays),
 }
 
-/// A request on the node that is to serve it.
+/// A request on the node that should serve it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Work {
+pub(crate) struct ForwardedRequest {
     pub request: RequestId,
     pub site: SiteId,
     pub epoch: u64,
-    /// Of the whole placement by which it was sent.
+    /// Epoch of the whole placement by which it was sent.
     pub seen: u64,
     /// The node whose client sent it.
     pub entry: NodeId,
@@ -130,12 +135,13 @@ pub(crate) struct Work {
 /// From a node to the store.
 #[derive(Debug, Clone)]
 pub(crate) enum StoreAsk {
-    /// This node's record is to say whether it heeds marks. What it asked before it was started anew changes nothing any more.
+    /// This node's record says whether it honors marks. Its requests from before a restart change
+    /// nothing any more.
     List {
         life: u32,
         heeds_marks: bool,
     },
-    /// Takes away the mark against this node that it knows of first, if that still stands.
+    /// Clears the mark against this node that it knows of first, if that still exists.
     Renew {
         id: RenewId,
         mark: Option<u64>,
@@ -152,9 +158,10 @@ pub(crate) enum StoreAsk {
         node: NodeId,
         from: Option<NodeId>,
         expect: Option<u64>,
-        /// For so long others may serve it from the commit on.
+        /// How long others may serve it from the commit on.
         wait: Duration,
-        /// Of `from`, which has to stand and to be newer than the placement and than the node's record.
+        /// The mark against `from`. It must exist and be newer than the placement and the node's
+        /// record.
         mark: Option<u64>,
         /// The placement must not be newer than this revision.
         written_by: Option<u64>,
@@ -172,7 +179,8 @@ pub(crate) enum StoreAsk {
         site: SiteId,
         node: NodeId,
         expect: u64,
-        /// Of a removed site, as long as it is: one that was added again is given up by a node that has ended it first.
+        /// Only while the site is removed. A node gives up one that was added again only after it
+        /// has ended it.
         is_removed: bool,
     },
     /// Nothing is left of a removed site under this epoch.
@@ -182,26 +190,26 @@ pub(crate) enum StoreAsk {
     },
 }
 
-/// What was there instead of what a commit expected.
+/// The store's state that differs from a commit's expectation.
 #[derive(Debug, Clone)]
-pub(crate) enum Instead {
-    Placement(Option<Parts>),
+pub(crate) enum FoundInstead {
+    Placement(Option<SiteParts>),
     NoSite,
-    /// What stands there is as it was seen, and something else that was counted on is not so.
+    /// The placement is as expected, but another precondition does not hold.
     Otherwise,
 }
 
-/// The store's answer.
+/// The store's reply.
 #[derive(Debug, Clone)]
 pub(crate) enum StoreSays {
     Listed,
     Renewed {
         id: RenewId,
         revision: u64,
-        /// It stands against the node that has read this.
+        /// The mark against the node that has read this.
         mark: Option<u64>,
     },
-    /// A mark of this revision stands against the node.
+    /// A mark of this revision exists against the node.
     Marked {
         node: NodeId,
         revision: u64,
@@ -209,16 +217,16 @@ pub(crate) enum StoreSays {
     Found {
         site: SiteId,
         ask: AskId,
-        placement: Option<Parts>,
+        placement: Option<SiteParts>,
     },
-    /// `done`: the revision of the commit.
+    /// `done` is the revision of the commit.
     Committed {
         site: SiteId,
         ask: AskId,
         from: Option<NodeId>,
         wait: Duration,
-        done: Result<u64, Instead>,
+        done: Result<u64, FoundInstead>,
     },
-    /// Done, or it does not fit any more; the copy will show which.
+    /// Done, or no longer applicable; the copy will show which.
     Heard,
 }

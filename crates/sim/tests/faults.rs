@@ -5,28 +5,28 @@
 
 use std::time::Duration;
 
-use nagaya_sim::{Faults, Flaws, Report, Shape, Violation, World};
+use nagaya_sim::{FaultKinds, PlantedFlaws, SafetyViolation, SimWorld, WorldReport, WorldShape};
 
 const SEEDS: u64 = 60;
 /// A mistake has to be found within so many seeds.
 const SEEDS_TO_FIND: u64 = 400;
 
-fn shape(seed: u64, copies_max: u32, flaws: Flaws) -> Shape {
+fn shape(seed: u64, copies_max: u32, flaws: PlantedFlaws) -> WorldShape {
     let nodes = 3 + (seed % 4) as u32;
     // From a bad minute to a bad quarter of an hour.
     let every = Duration::from_millis(150 + 350 * (seed % 3));
-    let faults = Faults { every, ..Faults::ALL };
-    Shape { seed, nodes, sites: 12, copies_max, faults, watch_every: Duration::from_millis(5), flaws }
+    let faults = FaultKinds { every, ..FaultKinds::ALL };
+    WorldShape { seed, nodes, sites: 12, copies_max, faults, watch_every: Duration::from_millis(5), flaws }
 }
 
 /// A spell of requests under faults, then peace, in which all has to be as it should be.
-fn run(seed: u64, flaws: Flaws) -> Report {
+fn run(seed: u64, flaws: PlantedFlaws) -> WorldReport {
     run_several(seed, 1, flaws)
 }
 
 /// Where so many nodes may have one site.
-fn run_several(seed: u64, copies_max: u32, flaws: Flaws) -> Report {
-    let mut world = World::new(shape(seed, copies_max, flaws));
+fn run_several(seed: u64, copies_max: u32, flaws: PlantedFlaws) -> WorldReport {
+    let mut world = SimWorld::new(shape(seed, copies_max, flaws));
     world.run(Duration::from_secs(3));
     world.faults(true);
     for _ in 0..4_000 {
@@ -50,7 +50,7 @@ fn seeds(count: u64) -> Vec<u64> {
 }
 
 #[track_caller]
-fn without_violations(seed: u64, report: &Report) {
+fn without_violations(seed: u64, report: &WorldReport) {
     if let Some(first) = report.violations.first() {
         panic!("{first}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim");
     }
@@ -58,11 +58,16 @@ fn without_violations(seed: u64, report: &Report) {
 
 #[test]
 fn one_epoch_serves_and_every_request_ends_whatever_fails() {
-    let (mut answers, mut refusals, mut relocations, mut vouched, mut forgotten) = (0, 0, 0, 0, 0);
-    let (mut marked, mut latest) = (0, Duration::ZERO);
+    let mut answers = 0;
+    let mut refusals = 0;
+    let mut relocations = 0;
+    let mut vouched = 0;
+    let mut forgotten = 0;
+    let mut marked = 0;
+    let mut latest = Duration::ZERO;
     let seeds = seeds(SEEDS);
     for seed in seeds.iter().copied() {
-        let report = run(seed, Flaws::default());
+        let report = run(seed, PlantedFlaws::default());
         without_violations(seed, &report);
         answers += report.answers;
         refusals += report.refusals.values().sum::<u64>();
@@ -88,14 +93,18 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
 
 #[test]
 fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
-    let (mut answers, mut refusals, mut copied, mut relocations) = (0, 0, 0, 0);
+    let mut answers = 0;
+    let mut refusals = 0;
+    let mut copied = 0;
+    let mut relocations = 0;
     let seeds = seeds(SEEDS);
     for seed in seeds.iter().copied() {
-        let report = run_several(seed, 2 + (seed % 2) as u32, Flaws::default());
+        let report = run_several(seed, 2 + (seed % 2) as u32, PlantedFlaws::default());
         without_violations(seed, &report);
         answers += report.answers;
         refusals += report.refusals.values().sum::<u64>();
-        (copied, relocations) = (copied + report.copied, relocations + report.relocations);
+        copied += report.copied;
+        relocations += report.relocations;
     }
     println!("{answers} answers, {refusals} refusals, {copied} times more or fewer, {relocations} changes");
     if seeds.len() > 1 {
@@ -106,10 +115,10 @@ fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
 
 #[test]
 fn a_copy_that_is_served_without_the_wait_is_found_out() {
-    let flaws = Flaws { no_wait: true, ..Flaws::default() };
+    let flaws = PlantedFlaws { no_wait: true, ..PlantedFlaws::default() };
     let is_found = |seed| {
         let report = run_several(seed, 2, flaws);
-        report.violations.iter().any(|violation| matches!(violation, Violation::TooMany { .. }))
+        report.violations.iter().any(|violation| matches!(violation, SafetyViolation::TooMany { .. }))
     };
     // Seldom: one of some 700 seeds shows it.
     let seeds = SEEDS_TO_FIND * 5;
@@ -117,20 +126,22 @@ fn a_copy_that_is_served_without_the_wait_is_found_out() {
 }
 
 /// The first seed of so many that finds what this mistake leads to, and what that is.
-fn found(flaws: Flaws, seeds: u64) -> Option<(u64, String)> {
+fn found(flaws: PlantedFlaws, seeds: u64) -> Option<(u64, String)> {
     (1..=seeds).find_map(|seed| {
         let report = run(seed, flaws);
-        let violation =
-            report.violations.iter().find(|violation| !matches!(violation, Violation::NotServed { .. }))?;
+        let violation = report
+            .violations
+            .iter()
+            .find(|violation| !matches!(violation, SafetyViolation::NotServed { .. }))?;
         Some((seed, violation.to_string()))
     })
 }
 
-fn must_be_found(flaws: Flaws) {
+fn must_be_found(flaws: PlantedFlaws) {
     must_be_found_within(SEEDS_TO_FIND, flaws);
 }
 
-fn must_be_found_within(seeds: u64, flaws: Flaws) {
+fn must_be_found_within(seeds: u64, flaws: PlantedFlaws) {
     let found = found(flaws, seeds);
     println!("{found:?}");
     assert!(found.is_some(), "{flaws:?} was not noticed with {seeds} seeds");
@@ -138,66 +149,69 @@ fn must_be_found_within(seeds: u64, flaws: Flaws) {
 
 #[test]
 fn authority_from_the_receipt_of_a_read_is_found_out() {
-    must_be_found(Flaws { authority_from_receipt: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { authority_from_receipt: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn serving_without_the_wait_is_found_out() {
-    must_be_found(Flaws { no_wait: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { no_wait: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn ignored_promises_are_found_out() {
-    must_be_found(Flaws { promises_ignored: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { promises_ignored: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn authority_for_an_old_copy_is_found_out() {
-    must_be_found(Flaws { copy_may_lag: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { copy_may_lag: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn vouches_of_half_the_members_are_found_out() {
-    must_be_found(Flaws { half_may_vouch: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { half_may_vouch: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn promises_forgotten_by_a_restart_are_found_out() {
-    must_be_found(Flaws { promises_forgotten: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { promises_forgotten: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn placements_that_go_with_their_sites_are_found_out() {
-    must_be_found(Flaws { placements_go_with_sites: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { placements_go_with_sites: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn authority_in_spite_of_a_mark_is_found_out() {
-    must_be_found(Flaws { marks_ignored: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { marks_ignored: true, ..PlantedFlaws::default() });
 }
 
 #[test]
 fn marks_that_are_older_than_placements_are_found_out() {
     // Seldom: most of what a node gets in the meantime it has had to wait for itself.
-    must_be_found_within(SEEDS_TO_FIND * 10, Flaws { placements_newer_than_marks: true, ..Flaws::default() });
+    must_be_found_within(
+        SEEDS_TO_FIND * 10,
+        PlantedFlaws { placements_newer_than_marks: true, ..PlantedFlaws::default() },
+    );
 }
 
 #[test]
 fn a_fence_of_whoever_takes_a_site_is_found_out() {
-    must_be_found(Flaws { own_fence_waited: true, ..Flaws::default() });
+    must_be_found(PlantedFlaws { own_fence_waited: true, ..PlantedFlaws::default() });
 }
 
 #[test]
-fn a_node_that_waits_for_one_of_those_before_it_alone_is_found_out() {
-    must_be_found(Flaws { earlier_ones_forgotten: true, ..Flaws::default() });
+fn waiting_for_only_one_predecessor_is_found_out() {
+    must_be_found(PlantedFlaws { earlier_ones_forgotten: true, ..PlantedFlaws::default() });
 }
 
 /// Nodes that come back as a build that does not know of marks are no mistake, as long as it is looked at.
 #[test]
-fn marks_that_are_older_than_what_their_node_says_of_itself_are_found_out() {
-    let flaws = Flaws { older_builds: true, ..Flaws::default() };
+fn marks_older_than_their_nodes_own_record_are_found_out() {
+    let flaws = PlantedFlaws { older_builds: true, ..PlantedFlaws::default() };
     for seed in seeds(SEEDS) {
         without_violations(seed, &run(seed, flaws));
     }
-    must_be_found(Flaws { records_newer_than_marks: true, ..flaws });
+    must_be_found(PlantedFlaws { records_newer_than_marks: true, ..flaws });
 }

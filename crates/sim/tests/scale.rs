@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use nagaya_sim::{Faults, Flaws, Shape, World};
+use nagaya_sim::{FaultKinds, PlantedFlaws, SimWorld, WorldShape};
 
 const NODES: u32 = 1_000;
 const SITES: u32 = 100_000;
@@ -17,12 +17,21 @@ fn seed() -> u64 {
 
 #[test]
 fn a_rolling_failure_of_a_thousand_nodes_loses_no_request() {
-    let flaws = Flaws::default();
+    let flaws = PlantedFlaws::default();
     let watch_every = Duration::from_millis(50);
     let began = Instant::now();
-    let (seed, copies_max, faults) = (seed(), 1, Faults::NONE);
-    let mut world =
-        World::new(Shape { seed, nodes: NODES, sites: SITES, copies_max, faults, watch_every, flaws });
+    let seed = seed();
+    let copies_max = 1;
+    let faults = FaultKinds::NONE;
+    let mut world = SimWorld::new(WorldShape {
+        seed,
+        nodes: NODES,
+        sites: SITES,
+        copies_max,
+        faults,
+        watch_every,
+        flaws,
+    });
     // Also where it fails before its end.
     println!("this seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim --test scale");
     world.run(Duration::from_secs(3));

@@ -7,30 +7,30 @@ use std::fmt::{self, Debug};
 use prometheus_client::encoding::{EncodeMetric, text};
 use prometheus_client::registry::Unit;
 
-use crate::series::{Counter, Counters, Gauge, Histogram};
+use crate::series::{Counter, CounterFamily, Gauge, Histogram};
 
-/// The media type of [`Registry::encode`], for the answer to a scraper.
+/// The media type of [`Registry::encode`], for the response to a scraper.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// One label and every value it can have.
 #[derive(Clone, Copy)]
-pub struct Dimension {
+pub struct LabelDimension {
     pub label: &'static str,
     pub values: &'static [&'static str],
 }
 
-/// Declares metrics and writes them out. Names begin with `nagaya_`, which stands here once; units and
-/// `_total` are appended as OpenMetrics wants them, and are not part of the names given.
+/// Declares metrics and writes them out. Names begin with `nagaya_`, which is added here. Units and
+/// `_total` are appended as OpenMetrics demands, and are not part of the given names.
 pub struct Registry(prometheus_client::registry::Registry);
 
-/// A failed assertion shows what holds it, not all metrics.
+/// A failed assertion shows its owner, not all metrics.
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registry").finish_non_exhaustive()
     }
 }
 
-impl fmt::Debug for Dimension {
+impl fmt::Debug for LabelDimension {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.label, self.values.len())
     }
@@ -47,63 +47,65 @@ impl Registry {
         Self(prometheus_client::registry::Registry::with_prefix("nagaya"))
     }
 
-    /// A counter of events: `nagaya_{name}_total`.
+    /// Declares a counter of events: `nagaya_{name}_total`.
     pub fn counter(&mut self, name: &str, help: &str) -> Counter {
         self.add(name, help, Counter::new())
     }
 
-    /// A counter of bytes: `nagaya_{name}_bytes_total`.
+    /// Declares a counter of bytes: `nagaya_{name}_bytes_total`.
     pub fn bytes_counter(&mut self, name: &str, help: &str) -> Counter {
         let counter = Counter::new();
         self.0.register_with_unit(name, help, Unit::Bytes, counter.clone());
         counter
     }
 
-    /// Counters told apart by labels: `nagaya_{name}_total{...}`.
+    /// Declares counters with labels: `nagaya_{name}_total{...}`.
     pub fn counters<const D: usize>(
         &mut self,
         name: &str,
         help: &str,
-        dimensions: [Dimension; D],
-    ) -> Counters<D> {
-        self.add(name, help, Counters::new(dimensions))
+        dimensions: [LabelDimension; D],
+    ) -> CounterFamily<D> {
+        self.add(name, help, CounterFamily::new(dimensions))
     }
 
-    /// Counters of bytes told apart by labels: `nagaya_{name}_bytes_total{...}`.
+    /// Declares counters of bytes with labels: `nagaya_{name}_bytes_total{...}`.
     pub fn bytes_counters<const D: usize>(
         &mut self,
         name: &str,
         help: &str,
-        dimensions: [Dimension; D],
-    ) -> Counters<D> {
-        let counters = Counters::new(dimensions);
+        dimensions: [LabelDimension; D],
+    ) -> CounterFamily<D> {
+        let counters = CounterFamily::new(dimensions);
         self.0.register_with_unit(name, help, Unit::Bytes, counters.clone());
         counters
     }
 
-    /// Sums of time told apart by labels, added to in microseconds: `nagaya_{name}_seconds_total{...}`.
+    /// Declares sums of time with labels, added to in microseconds:
+    /// `nagaya_{name}_seconds_total{...}`.
     pub fn time_counters<const D: usize>(
         &mut self,
         name: &str,
         help: &str,
-        dimensions: [Dimension; D],
-    ) -> Counters<D> {
-        let counters = Counters::of_time(dimensions);
+        dimensions: [LabelDimension; D],
+    ) -> CounterFamily<D> {
+        let counters = CounterFamily::of_time(dimensions);
         self.0.register_with_unit(name, help, Unit::Seconds, counters.clone());
         counters
     }
 
-    /// A gauge: `nagaya_{name}`.
+    /// Declares a gauge: `nagaya_{name}`.
     pub fn gauge(&mut self, name: &str, help: &str) -> Gauge {
         self.add(name, help, Gauge::default())
     }
 
-    /// Durations: `nagaya_{name}_seconds_{bucket,sum,count}`. `bounds_us` are upper bounds, ascending, in microseconds.
+    /// Declares a histogram of durations: `nagaya_{name}_seconds_{bucket,sum,count}`. `bounds_us`
+    /// are upper bounds, ascending, in microseconds.
     pub fn histogram(
         &mut self,
         name: &str,
         help: &str,
-        dimension: Dimension,
+        dimension: LabelDimension,
         bounds_us: &'static [u64],
     ) -> Histogram {
         let histogram = Histogram::new(dimension, bounds_us);
@@ -111,7 +113,7 @@ impl Registry {
         histogram
     }
 
-    /// Everything, in OpenMetrics text, which Prometheus reads too.
+    /// Returns all metrics in OpenMetrics text, which Prometheus reads, too.
     pub fn encode(&self) -> String {
         let mut out = String::new();
         text::encode(&mut out, &self.0).expect("a String takes whatever is written to it");
@@ -133,11 +135,11 @@ mod tests {
 
     use super::*;
 
-    const COLOUR: Dimension = Dimension { label: "colour", values: &["red", "blue"] };
-    const SIZE: Dimension = Dimension { label: "size", values: &["s", "m", "l"] };
+    const COLOUR: LabelDimension = LabelDimension { label: "colour", values: &["red", "blue"] };
+    const SIZE: LabelDimension = LabelDimension { label: "size", values: &["s", "m", "l"] };
 
     #[test]
-    fn whoever_holds_metrics_is_shown_without_their_numbers() {
+    fn debug_output_of_metrics_leaves_out_their_numbers() {
         let mut registry = Registry::new();
         let all: Vec<_> =
             (0..100).map(|n| registry.counters(&format!("n{n}"), "N", [COLOUR, SIZE])).collect();
@@ -184,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_histogram_counts_each_duration_in_the_first_bucket_that_holds_it() {
+    fn a_histogram_counts_durations_in_the_first_fitting_bucket() {
         let mut registry = Registry::new();
         let fitting = registry.histogram("fitting", "Time to fit", COLOUR, &[1_000, 250_000]);
         for us in [0, 1_000, 1_001, 250_000, 250_001, 3_000_000] {

@@ -1,4 +1,4 @@
-//! The handles: what code that counts holds, and how each is written out.
+//! The handles of metrics for code that counts, and their text form.
 //!
 //! Not here: their names (`registry`).
 
@@ -10,16 +10,16 @@ use std::time::Duration;
 use prometheus_client::encoding::{EncodeMetric, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
-use crate::registry::Dimension;
-use crate::shards::Shards;
+use crate::registry::LabelDimension;
+use crate::shards::ShardedSums;
 
-/// Something that only grows.
+/// A value that only grows.
 #[derive(Debug, Clone)]
-pub struct Counter(Arc<Shards>);
+pub struct Counter(Arc<ShardedSums>);
 
 impl Counter {
     pub(crate) fn new() -> Self {
-        Self(Arc::new(Shards::new(1)))
+        Self(Arc::new(ShardedSums::new(1)))
     }
 
     #[inline]
@@ -49,26 +49,27 @@ impl EncodeMetric for Counter {
 
 /// Counters that differ in `D` labels, each label with a closed set of values.
 ///
-/// Of events, bytes, or microseconds. With more than one label, combinations that never occurred are left out of the text.
+/// They count events, bytes, or microseconds. With more than one label, combinations that never
+/// occurred are left out of the text.
 #[derive(Debug, Clone)]
-pub struct Counters<const D: usize> {
-    dimensions: [Dimension; D],
-    cells: Arc<Shards>,
+pub struct CounterFamily<const D: usize> {
+    dimensions: [LabelDimension; D],
+    cells: Arc<ShardedSums>,
     /// Counted in whole microseconds, written out in seconds.
     is_time: bool,
 }
 
-impl<const D: usize> Counters<D> {
-    pub(crate) fn new(dimensions: [Dimension; D]) -> Self {
+impl<const D: usize> CounterFamily<D> {
+    pub(crate) fn new(dimensions: [LabelDimension; D]) -> Self {
         let width = dimensions.iter().map(|d| d.values.len()).product();
-        Self { dimensions, cells: Arc::new(Shards::new(width)), is_time: false }
+        Self { dimensions, cells: Arc::new(ShardedSums::new(width)), is_time: false }
     }
 
-    pub(crate) fn of_time(dimensions: [Dimension; D]) -> Self {
+    pub(crate) fn of_time(dimensions: [LabelDimension; D]) -> Self {
         Self { is_time: true, ..Self::new(dimensions) }
     }
 
-    /// `at` holds, label by label, the position of its value in the declaration.
+    /// Adds to a counter. `at` holds, for each label, the position of its value in the declaration.
     #[inline]
     pub fn add(&self, at: [usize; D], n: u64) {
         self.cells.add(self.index(at), n);
@@ -89,7 +90,7 @@ impl<const D: usize> Counters<D> {
     }
 }
 
-impl<const D: usize> EncodeMetric for Counters<D> {
+impl<const D: usize> EncodeMetric for CounterFamily<D> {
     fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
         let width: usize = self.dimensions.iter().map(|d| d.values.len()).product();
         for index in 0..width {
@@ -118,7 +119,8 @@ impl<const D: usize> EncodeMetric for Counters<D> {
     }
 }
 
-/// Something that goes up and down, or is set. One cell: for what changes per connection or process, not per request.
+/// A value that goes up and down, or is set. It has one cell: it is for changes per connection or
+/// process, not per request.
 #[derive(Debug, Clone, Default)]
 pub struct Gauge(Arc<AtomicI64>);
 
@@ -154,23 +156,24 @@ impl EncodeMetric for Gauge {
     }
 }
 
-/// How long something took, by one label. Kept in whole microseconds, written out in seconds.
+/// Durations by one label. Stored in whole microseconds, written out in seconds.
 #[derive(Debug, Clone)]
 pub struct Histogram {
-    dimension: Dimension,
+    dimension: LabelDimension,
     bounds_us: &'static [u64],
-    /// Per label value: one cell per bound, one above all bounds, one for the sum of microseconds.
-    cells: Arc<Shards>,
+    /// For each label value: one cell per bound, one above all bounds, one for the sum of
+    /// microseconds.
+    cells: Arc<ShardedSums>,
 }
 
 impl Histogram {
-    pub(crate) fn new(dimension: Dimension, bounds_us: &'static [u64]) -> Self {
+    pub(crate) fn new(dimension: LabelDimension, bounds_us: &'static [u64]) -> Self {
         assert!(bounds_us.is_sorted(), "bounds of a histogram ascend");
         let width = dimension.values.len() * (bounds_us.len() + 2);
-        Self { dimension, bounds_us, cells: Arc::new(Shards::new(width)) }
+        Self { dimension, bounds_us, cells: Arc::new(ShardedSums::new(width)) }
     }
 
-    /// `at` is the position of the label's value in the declaration.
+    /// Adds a duration. `at` is the position of the label's value in the declaration.
     #[inline]
     pub fn observe(&self, at: usize, took: Duration) {
         let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
@@ -180,7 +183,7 @@ impl Histogram {
         self.cells.add(first + self.bounds_us.len() + 1, us);
     }
 
-    /// Observations with this label value.
+    /// Returns the number of observations with this label value.
     pub fn count(&self, at: usize) -> u64 {
         let first = at * (self.bounds_us.len() + 2);
         (first..=first + self.bounds_us.len()).map(|index| self.cells.sum(index)).sum()

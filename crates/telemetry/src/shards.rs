@@ -1,44 +1,45 @@
-//! An array of numbers that many threads add to without disturbing each other.
+//! An array of numbers to which many threads add without disturbing each other.
 //!
-//! Not here: what the numbers mean (`series`).
+//! Not here: the meaning of the numbers (`series`).
 
 use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
-/// Most shards of an array; above this many cores, threads share. At 64 shards and 1,000 numbers an array takes 512 KiB.
+/// Most shards of an array; with more cores, threads share. At 64 shards and 1,000 numbers an array
+/// takes 512 KiB.
 const SHARDS_MAX: usize = 64;
 
-/// Numbers that share a cache line. A pair of lines, because processors fetch lines in pairs.
+/// Numbers that share a cache line. It is a pair of lines, because CPUs fetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
-struct Line([AtomicU64; LINE]);
+struct CacheLine([AtomicU64; LINE]);
 
 const LINE: usize = 16;
 
 /// `width` sums, each spread over one cell per shard.
-pub(crate) struct Shards {
+pub(crate) struct ShardedSums {
     /// `shards * lines_per_shard` lines.
-    lines: Box<[Line]>,
+    lines: Box<[CacheLine]>,
     lines_per_shard: usize,
     /// Shards less one: their number is a power of two.
     mask: usize,
     width: usize,
 }
 
-impl fmt::Debug for Shards {
+impl fmt::Debug for ShardedSums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shards").field("lines", &self.lines.len()).finish_non_exhaustive()
     }
 }
 
-impl Shards {
+impl ShardedSums {
     pub(crate) fn new(width: usize) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let shards = cores.next_power_of_two().min(SHARDS_MAX);
         let lines_per_shard = width.div_ceil(LINE).max(1);
-        let lines = (0..shards * lines_per_shard).map(|_| Line::default()).collect();
+        let lines = (0..shards * lines_per_shard).map(|_| CacheLine::default()).collect();
         Self { lines, lines_per_shard, mask: shards - 1, width }
     }
 
@@ -58,7 +59,7 @@ impl Shards {
     }
 }
 
-/// A number for the calling thread, the same for every array.
+/// Returns a number for the calling thread, the same for every array.
 #[inline]
 fn this_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -83,7 +84,7 @@ mod tests {
 
     #[test]
     fn nothing_is_lost_between_threads() {
-        let shards = Arc::new(Shards::new(40));
+        let shards = Arc::new(ShardedSums::new(40));
         let threads: Vec<_> = (0..8)
             .map(|t| {
                 let shards = Arc::clone(&shards);

@@ -23,14 +23,14 @@ pub const SUITE: Suite = Suite {
     tests: Tests::Alone(nagaya_tests::tests![
         a_held_request_says_how_long_and_its_body_arrives_whole,
         a_full_line_gives_a_ticket_that_is_kept,
-        whoever_half_closes_or_sends_slowly_in_line_harms_nobody,
+        half_closed_or_slow_client_in_line_harms_nobody,
         a_ticket_is_good_for_one_request_here_and_unaltered,
         a_ticket_outlives_a_killed_edge,
         a_wall_clock_that_is_set_moves_no_promise,
         people_get_a_page_and_crawlers_no_ticket,
         a_waiting_page_is_called_when_it_is_time,
         two_pages_of_one_ticket_are_called,
-        whoever_asks_again_gets_the_same_ticket,
+        client_that_asks_again_gets_the_same_ticket,
         a_rule_lets_pass_and_lets_some_go_first,
         streams_of_one_connection_wait_each_for_itself,
         a_ticket_over_http2_is_kept,
@@ -134,7 +134,7 @@ fn a_held_request_says_how_long_and_its_body_arrives_whole() {
     world.stop();
 }
 
-fn whoever_half_closes_or_sends_slowly_in_line_harms_nobody() {
+fn half_closed_or_slow_client_in_line_harms_nobody() {
     let held = Held::start();
     let world = node(&held);
     world.cli(&["site", "set", "shop", "--wait-seconds", "60"]);
@@ -445,7 +445,7 @@ fn two_pages_of_one_ticket_are_called() {
     world.stop();
 }
 
-fn whoever_asks_again_gets_the_same_ticket() {
+fn client_that_asks_again_gets_the_same_ticket() {
     let held = Held::start();
     let world = node(&held);
     let mut first = occupy(&world, &held);

@@ -22,15 +22,15 @@ pub const SUITE: Suite = Suite {
     name: "adversity",
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
-        who_gets_no_ticket_is_told_when_to_try_again,
-        whoever_waited_too_long_is_told_so_and_may_send_again,
+        client_without_a_ticket_is_told_when_to_try_again,
+        client_that_waited_too_long_is_told_and_may_send_again,
         without_a_disk_nothing_is_promised_and_all_is_served,
-        whose_machine_vanishes_loses_its_place,
+        client_whose_machine_vanishes_loses_its_place,
         a_site_that_goes_while_its_line_is_full_leaves_nothing,
         a_bound_that_is_lowered_cuts_nobody_off,
-        whoever_never_reads_gives_its_permit_back,
+        client_that_never_reads_gives_its_permit_back,
         a_ticket_ends_and_one_outlives_a_killed_node,
-        whoever_keeps_asking_waits_and_holds_nothing,
+        client_that_keeps_asking_waits_and_holds_nothing,
     ]),
 };
 
@@ -44,7 +44,7 @@ fn has_no_ticket(answer: &Response) {
     assert!(after.is_some_and(|seconds| seconds >= 1), "{answer:?}");
 }
 
-fn who_gets_no_ticket_is_told_when_to_try_again() {
+fn client_without_a_ticket_is_told_when_to_try_again() {
     let held = Held::start();
     let world = node_of(builder().set("admission", "tickets_max = 1"), &held);
     let mut first = occupy(&world, &held);
@@ -74,7 +74,7 @@ fn who_gets_no_ticket_is_told_when_to_try_again() {
     world.stop();
 }
 
-fn whoever_waited_too_long_is_told_so_and_may_send_again() {
+fn client_that_waited_too_long_is_told_and_may_send_again() {
     let held = Held::start();
     let world = World::builder().set("tenants", "wait_timeout = \"300ms\"").tenant("alice").start();
     world.import(&[json!({ "name": "shop", "tenant": "alice", "hosts": ["shop.test"], "max_concurrent": 1,
@@ -87,7 +87,8 @@ fn whoever_waited_too_long_is_told_so_and_may_send_again() {
         ));
         connection
     };
-    let (mut program, mut person) = (post(""), post(HTML));
+    let mut program = post("");
+    let mut person = post(HTML);
     let program = program.response().expect(503);
     has_no_ticket(&program);
     assert_eq!(problem(&program)["code"], "NGY0414");
@@ -162,7 +163,8 @@ struct Vanished(String);
 impl Vanished {
     fn now(client: SocketAddr, server: SocketAddr) -> Self {
         let table = format!("nagaya-e2e-{}-{}", std::process::id(), client.port());
-        let (client, server) = (client.port().to_string(), server.port().to_string());
+        let client = client.port().to_string();
+        let server = server.port().to_string();
         let nft = |words: &[&str]| machine::run("nft", words);
         nft(&["add", "table", "inet", &table]);
         let gone = Self(table);
@@ -181,7 +183,7 @@ impl Drop for Vanished {
     }
 }
 
-fn whose_machine_vanishes_loses_its_place() {
+fn client_whose_machine_vanishes_loses_its_place() {
     let held = Held::start();
     let limits = "vanished_timeout = \"2s\"\nidle_body_timeout = \"2s\"";
     let world = node_of(builder().set("edge.limits", limits), &held);
@@ -260,7 +262,7 @@ fn a_bound_that_is_lowered_cuts_nobody_off() {
     world.stop();
 }
 
-fn whoever_never_reads_gives_its_permit_back() {
+fn client_that_never_reads_gives_its_permit_back() {
     let world = World::builder()
         .set("edge.limits", "idle_body_timeout = \"1s\"")
         .tenant("alice")
@@ -336,7 +338,7 @@ fn a_ticket_ends_and_one_outlives_a_killed_node() {
     world.stop();
 }
 
-fn whoever_keeps_asking_waits_and_holds_nothing() {
+fn client_that_keeps_asking_waits_and_holds_nothing() {
     let held = Held::start();
     // As long as it is if nothing is set.
     let world = node_of(World::builder(), &held);

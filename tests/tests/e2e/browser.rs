@@ -26,7 +26,7 @@ pub const SUITE: Suite = Suite {
             a_person_gets_in_by_itself_when_called,
             a_person_comes_once_when_the_slot_begins,
             without_scripts_a_person_gets_in_when_the_slot_begins,
-            what_a_person_sends_arrives_once_and_whole,
+            form_of_a_person_arrives_once_and_whole,
             the_page_is_accessible_and_needs_nothing_else,
             ten_tabs_share_one_ticket,
         ],
@@ -315,7 +315,7 @@ fn without_scripts_a_person_gets_in_when_the_slot_begins(world: &World) {
     site.expect_counts(1, 0, 1);
 }
 
-fn what_a_person_sends_arrives_once_and_whole(world: &World) {
+fn form_of_a_person_arrives_once_and_whole(world: &World) {
     let site = Site::new(world, "sends");
     let mut person = site.visit();
     person.comes_to("filled in");

@@ -19,7 +19,7 @@ pub const SUITE: Suite = Suite {
         each_request_has_a_cell_and_what_it_used,
         a_limit_slows_and_refuses_nobody,
         limits_of_records_hold_and_change_while_work_runs,
-        who_has_a_line_gives_way_until_it_is_gone,
+        tenant_with_a_line_gives_way_until_the_line_is_gone,
         one_request_is_slowed_after_it_used_much,
         a_fork_bomb_is_bounded_and_gone_with_its_request,
         a_tenants_program_cannot_leave_its_cell,
@@ -87,7 +87,8 @@ fn each_request_has_a_cell_and_what_it_used() {
     world.give("alice");
     world.get("a.test", "/count.cgi?n=20000").expect(200);
     world.get("b.test", "/count.cgi?n=1").expect(200);
-    let (busy, idle) = (logged(&world, "/count.cgi?n=20000"), logged(&world, "/count.cgi?n=1"));
+    let busy = logged(&world, "/count.cgi?n=20000");
+    let idle = logged(&world, "/count.cgi?n=1");
     assert!(busy["cell"].as_str().is_some_and(|cell| cell.starts_with("alice/a/")), "{busy}");
     assert!(idle["cell"].as_str().is_some_and(|cell| cell.starts_with("bob/b/")), "{idle}");
     assert!(number(&busy, "cpu_us") > number(&idle, "cpu_us"), "{busy}\n{idle}");
@@ -104,7 +105,8 @@ fn each_request_has_a_cell_and_what_it_used() {
 
 fn home_is_on_a_disk(world: &World) -> bool {
     let device = rustix::fs::stat(world.home("alice")).expect("our own directory").st_dev;
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let major = rustix::fs::major(device);
+    let minor = rustix::fs::minor(device);
     Path::new(&format!("/sys/dev/block/{major}:{minor}")).exists()
 }
 
@@ -177,7 +179,7 @@ fn limits_of_records_hold_and_change_while_work_runs() {
     world.stop();
 }
 
-fn who_has_a_line_gives_way_until_it_is_gone() {
+fn tenant_with_a_line_gives_way_until_the_line_is_gone() {
     let world = start(builder());
     write_held(&world, "alice");
     world.cli(&["site", "set", "a", "--max-concurrent", "1"]);
@@ -214,7 +216,8 @@ fn one_request_is_slowed_after_it_used_much() {
     world.write("alice", "cgi/let-go", "");
     assert_eq!(long.response().expect(200).text(), "begun done");
     world.get("a.test", "/count.cgi?n=2").expect(200);
-    let (long, short) = (logged(&world, "/held.cgi"), logged(&world, "/count.cgi?n=2"));
+    let long = logged(&world, "/held.cgi");
+    let short = logged(&world, "/count.cgi?n=2");
     assert_eq!(number(&long, "demoted"), 1, "{long}");
     assert!(number(&long, "throttled_us") > 0, "{long}");
     assert_eq!(short["demoted"].as_u64().unwrap_or(0), 0, "{short}");
@@ -222,7 +225,14 @@ fn one_request_is_slowed_after_it_used_much() {
 }
 
 fn a_fork_bomb_is_bounded_and_gone_with_its_request() {
-    let world = start(builder().rule("one", "access_checker", "limit processes: 40\n", ""));
+    // Its program ends with its client, which others outlive.
+    let brief = json!({ "kind": "cgi", "root": "cgi", "linger_seconds": 0 });
+    let builder = World::builder().site_of("alice", "a", brief).site_of(
+        "bob",
+        "b",
+        json!({ "kind": "cgi", "root": "cgi" }),
+    );
+    let world = start(builder.rule("one", "access_checker", "limit processes: 40\n", ""));
     world.write_program(
         "alice",
         "cgi/bomb.cgi",

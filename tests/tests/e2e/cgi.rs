@@ -25,8 +25,12 @@ pub const SUITE: Suite = Suite {
             a_program_that_never_ends_is_504_and_its_tree_is_gone,
             a_daemon_does_not_outlive_its_request,
             a_client_that_leaves_ends_the_program,
+            a_program_goes_on_when_its_client_has_left,
+            programs_of_clients_that_left_keep_their_permits,
+            a_site_ends_each_stream_in_its_time,
+            want_of_memory_is_named_where_it_ended_a_program,
             a_program_that_breaks_off_breaks_the_answer_off,
-            what_a_program_complains_about_is_logged,
+            complaints_of_a_program_are_logged,
             programs_are_never_sent_as_files,
             a_front_controller_is_told_the_whole_path,
             a_program_names_a_file_to_be_sent,
@@ -37,9 +41,18 @@ pub const SUITE: Suite = Suite {
 fn world() -> World {
     let world = World::builder()
         .tenant("alice")
+        .tenant("erin")
+        .site(json!({ "name": "ends", "tenant": "alice", "hosts": ["ends.test"], "stream_seconds": 2,
+            "backend": { "kind": "cgi", "root": "cgi", "linger_seconds": 0 } }))
+        .site(json!({ "name": "small", "tenant": "erin", "hosts": ["small.test"],
+            "backend": { "kind": "cgi", "root": "cgi" } }))
         .site(json!({ "name": "cgi", "tenant": "alice", "hosts": ["cgi.test"],
             "backend": { "kind": "cgi", "root": "cgi", "timeout_seconds": 1, "env": { "OPERATOR": "says so" } } }))
         .site(json!({ "name": "slow", "tenant": "alice", "hosts": ["slow.test"],
+            "backend": { "kind": "cgi", "root": "cgi", "linger_seconds": 300 } }))
+        .site(json!({ "name": "brief", "tenant": "alice", "hosts": ["brief.test"],
+            "backend": { "kind": "cgi", "root": "cgi", "linger_seconds": 0 } }))
+        .site(json!({ "name": "one", "tenant": "alice", "hosts": ["one.test"], "max_concurrent": 1,
             "backend": { "kind": "cgi", "root": "cgi" } }))
         .site(json!({ "name": "front", "tenant": "alice", "hosts": ["front.test"], "path": "/at",
             "backend": { "kind": "cgi", "root": "front", "front_controller": "app", "deny": ["/data"] } }))
@@ -205,7 +218,7 @@ fn a_daemon_does_not_outlive_its_request(world: &World) {
 fn a_client_that_leaves_ends_the_program(world: &World) {
     program(world, "left.cgi", "echo begun; while :; do sleep 1; done # the-left-one");
     let mut connection = Connection::open(world.http());
-    connection.send("GET /left.cgi HTTP/1.1\r\nHost: slow.test\r\n\r\n");
+    connection.send("GET /left.cgi HTTP/1.1\r\nHost: brief.test\r\n\r\n");
     connection.head().expect(200);
     assert!(!machine::processes_with(&path(world, "left.cgi")).is_empty());
     drop(connection);
@@ -213,10 +226,104 @@ fn a_client_that_leaves_ends_the_program(world: &World) {
     // Also before it has answered at all.
     raw_program(world, "mute.cgi", "while :; do sleep 1; done");
     let mut connection = Connection::open(world.http());
-    connection.send("GET /mute.cgi HTTP/1.1\r\nHost: slow.test\r\n\r\n");
+    connection.send("GET /mute.cgi HTTP/1.1\r\nHost: brief.test\r\n\r\n");
     wait::until("the program runs", || !machine::processes_with(&path(world, "mute.cgi")).is_empty());
     drop(connection);
     machine::wait_until_gone(&path(world, "mute.cgi"));
+}
+
+/// Asks for a program that begins, waits for a file and writes another one, and leaves it. Returns the path of the last.
+fn ask_and_leave(world: &World, host: &str, name: &str, waits: &str) -> std::path::PathBuf {
+    let at = |what: &str| world.home("alice").join(format!("cgi/{name}.{what}"));
+    raw_program(
+        world,
+        &format!("{name}.cgi"),
+        &format!(
+            "printf 'Content-Type: text/plain\\r\\n\\r\\n'; while [ ! -e {name}.go ]; do {waits} sleep 0.05; done; touch {name}.end"
+        ),
+    );
+    let mut connection = Connection::open(world.http());
+    connection.send(format!("GET /{name}.cgi HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+    // From then on the node knows of it.
+    connection.head().expect(200);
+    at("end")
+}
+
+fn a_program_goes_on_when_its_client_has_left(world: &World) {
+    let end = ask_and_leave(world, "slow.test", "silent", "");
+    ask_and_leave(world, "slow.test", "talks", "echo X-A: 1;");
+    // What writes is ended by its writing, later than the other was left.
+    machine::wait_until_gone(&path(world, "talks.cgi"));
+    assert!(!machine::processes_with(&path(world, "silent.cgi")).is_empty(), "it writes nothing");
+    std::fs::write(world.home("alice").join("cgi/silent.go"), "").expect("a file");
+    wait::until("it goes on to its end", || end.exists());
+}
+
+fn programs_of_clients_that_left_keep_their_permits(world: &World) {
+    let end = ask_and_leave(world, "one.test", "holds", "");
+    raw_program(
+        world,
+        "next.cgi",
+        "printf 'Content-Type: text/plain\\r\\n\\r\\n'; [ -e holds.end ] && echo after || echo beside",
+    );
+    let mut next = Connection::open(world.http());
+    next.send("GET /next.cgi HTTP/1.1\r\nHost: one.test\r\n\r\n");
+    for _ in 0..5 {
+        world.get("slow.test", "/page.html").expect(200);
+    }
+    std::fs::write(world.home("alice").join("cgi/holds.go"), "").expect("a file");
+    assert_eq!(next.response().expect(200).text(), "after\n");
+    assert!(end.exists());
+}
+
+fn a_site_ends_each_stream_in_its_time(world: &World) {
+    program(world, "quick.cgi", "echo quick");
+    assert_eq!(world.get("ends.test", "/quick.cgi").expect(200).text(), "quick\n");
+    program(world, "endless.cgi", "while :; do echo more; sleep 0.05; done");
+    let mut endless = Connection::open(world.http());
+    endless.send("GET /endless.cgi HTTP/1.1\r\nHost: ends.test\r\n\r\n");
+    assert!(endless.try_response().is_err());
+    machine::wait_until_gone(&path(world, "endless.cgi"));
+    raw_program(world, "silent.cgi", "while :; do sleep 1; done");
+    world.get("ends.test", "/silent.cgi").expect(504);
+    machine::wait_until_gone(&path(world, "silent.cgi"));
+    // A body that does not come to an end.
+    program(world, "reads.cgi", "cat > /dev/null");
+    let mut upload = Connection::open(world.http());
+    upload.send("POST /reads.cgi HTTP/1.1\r\nHost: ends.test\r\nContent-Length: 10\r\n\r\nhalf");
+    let answer = upload.response();
+    assert!(matches!(answer.status, 408 | 504), "{answer:?}");
+    machine::wait_until_gone(&path(world, "reads.cgi"));
+}
+
+/// The words of `nagaya explain` about a request whose program ended without an answer.
+fn explained(world: &World, host: &str, target: &str) -> String {
+    let text = world.get(host, target).expect(502).text();
+    let id = text.split(|c: char| !c.is_ascii_hexdigit()).find(|word| word.len() == 32);
+    world.cli(&["explain", id.unwrap_or_else(|| panic!("it has an id: {text}"))])
+}
+
+fn want_of_memory_is_named_where_it_ended_a_program(world: &World) {
+    world.cli(&["tenant", "set", "erin", "--memory", "128M"]);
+    let program = |name: &str, body: &str| {
+        world.write_program("erin", &format!("cgi/{name}"), &format!("#!/bin/sh\n{body}\n"));
+    };
+    let hungry = "perl -e 'push @a, \"x\" x (1 << 20) while 1'";
+    program("other.cgi", "kill -9 $$");
+    program("hungry.cgi", &format!("exec {hungry}"));
+    // A shell that says by its status of what its program died.
+    program("child.cgi", hungry);
+    // The keeper names the cell, and each time anew.
+    let is_said =
+        |line: &&str| line.contains("out of memory: the kernel killed a cgi") && line.contains("erin");
+    let times_said = || world.log().lines().filter(is_said).count();
+    let other = explained(world, "small.test", "/other.cgi");
+    assert!(!other.contains("out of memory"), "it died of another cause: {other}");
+    for (name, times) in [("hungry.cgi", 1), ("child.cgi", 2)] {
+        let text = explained(world, "small.test", &format!("/{name}"));
+        assert!(text.contains("out of memory") && text.contains("NGY0324"), "{name}: {text}");
+        wait::until("the keeper says so, too", || times_said() == times);
+    }
 }
 
 fn a_program_that_breaks_off_breaks_the_answer_off(world: &World) {
@@ -227,7 +334,7 @@ fn a_program_that_breaks_off_breaks_the_answer_off(world: &World) {
     assert!(answer.is_err(), "{answer:?}");
 }
 
-fn what_a_program_complains_about_is_logged(world: &World) {
+fn complaints_of_a_program_are_logged(world: &World) {
     program(world, "complains.cgi", "printf 'the disk is \\033[31mred\\n' >&2");
     world.get("cgi.test", "/complains.cgi").expect(200);
     wait::until("the complaint is logged", || world.log().contains("the disk is "));

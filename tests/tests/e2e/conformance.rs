@@ -92,7 +92,8 @@ fn assert_table(name: &str, results: &[String]) {
 
 /// Does something with each message, several at once, and returns the results in their order.
 fn each<T: Sync>(items: &[T], work: impl Fn(usize, &T) -> String + Sync) -> Vec<String> {
-    let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(BTreeMap::new());
     std::thread::scope(|scope| {
         for _ in 0..CLIENTS {
             scope.spawn(|| {
@@ -165,7 +166,8 @@ fn run_h2spec(program: &Path, world: &World, name: &str, target: &str) -> String
     let xml = std::fs::read_to_string(&report).unwrap_or_else(|error| {
         panic!("h2spec left no report: {error}: {}", String::from_utf8_lossy(&output.stdout))
     });
-    let (mut count, mut lines) = (0, String::new());
+    let mut count = 0;
+    let mut lines = String::new();
     for case in xml.split("<testcase ").skip(1) {
         count += 1;
         let value = |key: &str| {
@@ -215,7 +217,8 @@ fn statuses_of(address: SocketAddr, bytes: &[u8]) -> String {
     stream.set_read_timeout(Some(PATIENCE)).expect("a limit that is not zero");
     // The node may have refused what came first, and closed.
     let _ = stream.write_all(bytes);
-    let (mut read, mut buffer) = (Vec::new(), [0; 16 << 10]);
+    let mut read = Vec::new();
+    let mut buffer = [0; 16 << 10];
     let end = loop {
         match stream.read(&mut buffer) {
             Ok(0) => break "",

@@ -5,12 +5,14 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use nagaya_tests::backend::Backend;
+use nagaya_tests::client::Connection;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::{Builder, World};
 use nagaya_tests::{machine, wait};
@@ -32,6 +34,7 @@ pub const SUITE: Suite = Suite {
             a_server_whose_queue_is_full_is_502,
             a_socket_closed_to_the_edge_is_502,
             a_server_with_a_name_is_reached,
+            the_time_costs_no_system_call,
         ],
     ),
 };
@@ -332,7 +335,8 @@ fn wait_for(world: &World, status: u16) {
 fn rules_in_a_directory_that_is_replaced_hold() {
     let world = with_page(World::builder().rule("one", "access_checker", &answering(403), ""));
     world.get("www.test", "/").expect(403);
-    let (old, new) = (world.path("rules"), world.path("new"));
+    let old = world.path("rules");
+    let new = world.path("new");
     fs::create_dir(&new).expect("our own directory");
     fs::write(new.join("one.rb"), answering(410)).expect("ours");
     fs::rename(&old, world.path("old")).expect("ours");
@@ -457,4 +461,40 @@ fn without_the_right_to_mount_it_serves_and_says_so() {
         assert!(world.log().contains(told), "{told}");
     }
     world.stop();
+}
+
+/// The page by which the kernel tells it is found by `/proc`, of which the edge's root directory shows nothing.
+fn the_time_costs_no_system_call(world: &World) {
+    const REQUESTS: usize = 400;
+    world.write("alice", "www/counted.txt", "counted");
+    let mut connection = Connection::open(world.http());
+    let mut ask = || {
+        connection.send("GET /counted.txt HTTP/1.1\r\nHost: www.test\r\n\r\n");
+        assert_eq!(connection.response().expect(200).text(), "counted");
+    };
+    ask();
+    let table = world.path("calls");
+    let mut strace = Command::new("strace")
+        .args(["-f", "-c", "-o"])
+        .arg(&table)
+        .args(["-p", &world.pid_of("edge").to_string()])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("strace runs");
+    // It says so once it sees the calls of all threads.
+    let mut said = BufReader::new(strace.stderr.take().expect("it is a pipe"));
+    let mut line = String::new();
+    while !line.contains("attached") {
+        assert_ne!(said.read_line(&mut line).expect("it is read"), 0, "strace ended: {line}");
+    }
+    (0..REQUESTS).for_each(|_| ask());
+    machine::signal(i32::try_from(strace.id()).expect("a process number"), "INT");
+    strace.wait().expect("it ends");
+    let table = fs::read_to_string(&table).expect("it has written");
+    let calls = |name: &str| -> usize {
+        let row = table.lines().find(|row| row.split_whitespace().last() == Some(name));
+        row.and_then(|row| row.split_whitespace().nth(3)?.parse().ok()).unwrap_or(0)
+    };
+    assert!(calls("recvfrom") >= REQUESTS, "{table}");
+    assert!(calls("clock_gettime") < REQUESTS / 4, "{table}");
 }

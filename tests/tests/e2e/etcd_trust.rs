@@ -1,6 +1,6 @@
 //! What a cluster believes of etcd: how it may be reached, what somebody without the cluster's key writes there, and what is read there.
 //!
-//! Not here: signatures of the store alone (`nagaya_cmdb`), an etcd that wants certificates (`cluster`).
+//! Not here: signatures of the store alone (`nagaya_records`), an etcd that wants certificates (`cluster`).
 
 use nagaya_tests::cluster::{self, Cluster, Etcd};
 use nagaya_tests::suite::{Suite, Tests};

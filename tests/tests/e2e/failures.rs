@@ -95,10 +95,13 @@ fn a_killed_edge_refuses_no_connection() {
     let world = start();
     let address = world.http();
     let stop = Arc::new(AtomicBool::new(false));
-    let (answered, broken) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let answered = Arc::new(AtomicUsize::new(0));
+    let broken = Arc::new(AtomicUsize::new(0));
     let clients: Vec<_> = (0..4)
         .map(|_| {
-            let (stop, answered, broken) = (Arc::clone(&stop), Arc::clone(&answered), Arc::clone(&broken));
+            let stop = Arc::clone(&stop);
+            let answered = Arc::clone(&answered);
+            let broken = Arc::clone(&broken);
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     // This is the claim: whoever comes is let in. What was in flight may break off.

@@ -2,6 +2,7 @@
 //!
 //! Not here: instances as such (`instances`), PHP in the node's own workers (`php`), WordPress (`./dev demo --check`).
 
+use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 
 use nagaya_tests::client::{self, Connection};
@@ -19,16 +20,17 @@ pub const SUITE: Suite = Suite {
         world,
         nagaya_tests::tests![
             a_script_runs_in_the_instance_and_is_told_the_request,
+            files_and_scripts_behind_a_tenants_own_link_are_served,
             files_are_served_and_wake_nobody,
             bodies_arrive_whole_with_and_without_a_length,
             a_descriptor_is_a_way_to_listen,
             one_that_is_not_ready_gets_no_request,
-            a_session_survives_each_rest_and_an_image_has_what_was_compiled,
+            sessions_survive_each_rest_and_images_have_compiled_code,
             a_process_that_dies_is_502_and_a_post_is_done_once,
             an_end_between_two_requests_is_invisible,
             a_script_that_says_nothing_is_504,
             a_client_that_leaves_frees_its_process,
-            what_a_script_complains_of_is_logged,
+            complaints_of_a_script_are_logged,
         ],
     ),
 };
@@ -106,6 +108,19 @@ fn add(world: &World, name: &str, more: Value) {
 
 // === Requests ===
 
+fn files_and_scripts_behind_a_tenants_own_link_are_served(world: &World) {
+    world.write("alice", "wp/shared/note.txt", "a note");
+    world.write("alice", "wp/shared/who.php", "<?php echo posix_getuid(), ' ', $_SERVER['SCRIPT_NAME'];");
+    symlink("../shared", world.home("alice").join("wp/html/shared")).expect("our own directory");
+    world.give("alice");
+    add(world, "linked", json!({}));
+    assert_eq!(get(world, "linked", "/shared/note.txt").expect(200).text(), "a note");
+    let expected = format!("{} /shared/who.php", world.uid("alice"));
+    assert_eq!(get(world, "linked", "/shared/who.php").expect(200).text(), expected);
+    world.cli(&["site", "set", "linked", "--links", "none"]);
+    get(world, "linked", "/shared/note.txt").expect(403);
+}
+
 fn a_script_runs_in_the_instance_and_is_told_the_request(world: &World) {
     add(world, "told", json!({}));
     let answer = get(world, "told", "/info.php/rest?a=b").expect(200);
@@ -146,10 +161,10 @@ fn files_are_served_and_wake_nobody(world: &World) {
         ("body {}\n", Some("text/css; charset=utf-8"))
     );
     get(world, "files", "/private/key.txt").expect(403);
-    get(world, "files", "/.htaccess").expect(404);
     let tier = &listed(world, "files")["tier"];
     assert!(tier.is_null() || tier == "cold", "nothing was started: {tier}");
-    get(world, "files", "/index.php").expect(200);
+    // Nobody is told whether there is such a file: it is the program's to answer.
+    assert_eq!(get(world, "files", "/.htaccess").expect(200).text(), "front /.htaccess");
     assert_eq!(listed(world, "files")["tier"], "running");
 }
 
@@ -185,7 +200,7 @@ fn one_that_is_not_ready_gets_no_request(world: &World) {
 
 // === Rest ===
 
-fn a_session_survives_each_rest_and_an_image_has_what_was_compiled(world: &World) {
+fn sessions_survive_each_rest_and_images_have_compiled_code(world: &World) {
     add(world, "session", json!({ "release": "1", "warm_up": ["/compiled.php", "/index.php"] }));
     let cookie = {
         let first = get(world, "session", "/count.php").expect(200);
@@ -256,7 +271,7 @@ fn a_client_that_leaves_frees_its_process(world: &World) {
     assert_eq!(get(world, "left", "/").expect(200).text(), "front /");
 }
 
-fn what_a_script_complains_of_is_logged(world: &World) {
+fn complaints_of_a_script_are_logged(world: &World) {
     add(world, "fails", json!({}));
     get(world, "fails", "/fails.php").expect(500);
     wait::until("the log has it", || {

@@ -23,6 +23,7 @@ pub const SUITE: Suite = Suite {
             a_fault_in_a_body_leaves_its_reason,
             a_transfer_encoding_of_a_program_is_dropped,
             targets_are_read_alike_over_both_versions,
+            paths_without_a_file_reach_every_program,
             a_host_is_named_alike_over_both_versions,
             crumbs_of_a_cookie_are_one_field,
             trailers_that_must_not_be_there_are_dropped,
@@ -182,7 +183,11 @@ while True:
     if read:
         name = read.split(b" ")[1].decode().strip("/").split("?")[0]
         path = "cases/" + name
-        data = open(path, "rb").read() if name and os.path.exists(path) else b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        target = read.split(b" ")[1]
+        if name.startswith("told"):
+            data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(target), target)
+        else:
+          data = open(path, "rb").read() if name and os.path.exists(path) else b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
         client.sendall(data)
     client.close()
 "#;
@@ -208,6 +213,16 @@ fn world() -> World {
         .site_of("alice", "app", json!({ "kind": "app", "directory": "app", "command": ["./app.py"] }))
         .site_of("alice", "cgi", json!({ "kind": "cgi", "root": "cgi" }))
         .site_of("alice", "php", json!({ "kind": "php", "root": "php" }))
+        .site_of(
+            "alice",
+            "front-cgi",
+            json!({ "kind": "cgi", "root": "cgi", "front_controller": "front.cgi" }),
+        )
+        .site_of(
+            "alice",
+            "front-php",
+            json!({ "kind": "php", "root": "php", "front_controller": "front.php" }),
+        )
         .site_of("alice", "www", json!({ "kind": "static", "root": "www" }));
     if let Some(fpm) = php_fpm() {
         let command = [
@@ -217,9 +232,11 @@ fn world() -> World {
             "--fpm-config".into(),
             home.join("fpm/fpm.conf"),
         ];
-        let backend = json!({ "kind": "app", "directory": "fpm", "protocol": "fastcgi", "command": command,
+        let mut backend = json!({ "kind": "app", "directory": "fpm", "protocol": "fastcgi", "command": command,
             "files": { "root": "fpm/php" } });
-        builder = builder.site_of("alice", "fastcgi", backend);
+        builder = builder.site_of("alice", "fastcgi", backend.clone());
+        backend["files"]["front_controller"] = "front.php".into();
+        builder = builder.site_of("alice", "front-fastcgi", backend);
     }
     let world = builder.start();
     world.write_program("alice", "app/app.py", APP);
@@ -240,6 +257,7 @@ fn world() -> World {
         );
         world.write_program("alice", &format!("cgi/{file}.cgi"), &cgi);
     }
+    write_front_controllers(&world);
     world.write("alice", "php/echo.php", ECHO);
     world.write("alice", "fpm/php/echo.php", ECHO);
     world.write_program(
@@ -250,6 +268,19 @@ fn world() -> World {
     world.give("alice");
     world.keep(backend);
     world
+}
+
+/// Each tells the path that it was asked for.
+fn write_front_controllers(world: &World) {
+    for root in ["php", "fpm/php"] {
+        world.write("alice", &format!("{root}/front.php"), "<?php echo $_SERVER['REQUEST_URI'];");
+        world.write("alice", &format!("{root}/.hidden"), "nobody may know of it");
+    }
+    world.write_program(
+        "alice",
+        "cgi/front.cgi",
+        "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\n\\r\\n%s' \"$REQUEST_URI\"\n",
+    );
 }
 
 /// More than the sockets and the memory of the edge hold.
@@ -436,6 +467,47 @@ fn targets_are_read_alike_over_both_versions(world: &World) {
     }
 }
 
+/// As `try_files $uri /front.php` of nginx and `FallbackResource` of Apache have it.
+fn paths_without_a_file_reach_every_program(world: &World) {
+    let mut hosts = vec!["http.test", "app.test", "front-cgi.test", "front-php.test"];
+    hosts.extend(php_fpm().map(|_| "front-fastcgi.test"));
+    let long = format!("/told/{}", "x/".repeat(2000));
+    for (target, told) in [
+        ("/told/a%2Fb", Some("/told/a%2Fb")),
+        ("/told/a%2fb?q=%2F%FF", Some("/told/a%2fb?q=%2F%FF")),
+        ("/told/caf%E9", Some("/told/caf%E9")),
+        ("/told/%FF%fe/", Some("/told/%FF%fe/")),
+        ("/told/%C3%A9", Some("/told/%C3%A9")),
+        ("/told/a%5Cb", Some("/told/a%5Cb")),
+        ("/told/a\\b", Some("/told/a\\b")),
+        ("/told/a%0D%0Ab", Some("/told/a%0D%0Ab")),
+        ("/told//a", Some("/told//a")),
+        ("/told/.env", Some("/told/.env")),
+        ("/told/a/../b", Some("/told/b")),
+        (&long, Some(&long)),
+        // Nobody knows how others would read these.
+        ("/told/a%00b", None),
+        ("/told/..%2Fb", None),
+        ("/told/..%5Cb", None),
+        ("/told/%zz", None),
+        ("/../told", None),
+    ] {
+        for host in &hosts {
+            let (first, second) = both(world, host, target);
+            let Answer::Response { status, body, .. } = second else { panic!("{host} {target}: {second:?}") };
+            assert_eq!(first.0, status, "{host} {target}");
+            assert_eq!(status, if told.is_some() { 200 } else { 400 }, "{host} {target}: {first:?}");
+            if let Some(told) = told {
+                assert_eq!((first.1.trim(), String::from_utf8_lossy(&body).trim()), (told, told), "{host}");
+            }
+        }
+    }
+    for host in &hosts[2..] {
+        let (hidden, _) = both(world, host, "/.hidden");
+        assert_eq!(hidden, (200, "/.hidden".into()), "{host}");
+    }
+}
+
 fn a_host_is_named_alike_over_both_versions(world: &World) {
     for host in hosts() {
         let with_port = format!("{host}:80");
@@ -561,7 +633,8 @@ fn interim_answers_reach_the_client(world: &World) {
             ("/continue", vec![]),
         ] {
             let heads = heads(world, version, host, target, &[]);
-            let (rest, interim) = (&heads[statuses.len()..], &heads[..statuses.len()]);
+            let rest = &heads[statuses.len()..];
+            let interim = &heads[..statuses.len()];
             for (head, status) in interim.iter().zip(&statuses) {
                 assert_eq!(head.split(' ').nth(1), Some(*status), "{place} {target}: {heads:?}");
                 assert_eq!(

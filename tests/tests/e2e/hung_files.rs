@@ -2,6 +2,8 @@
 //!
 //! Not here: what applications do otherwise (`instances`), files that are only slow.
 
+use std::os::unix::fs::symlink;
+
 use nagaya_tests::client::{self, Connection};
 use nagaya_tests::fuse::HangingMount;
 use nagaya_tests::suite::{Suite, Tests};
@@ -18,6 +20,7 @@ pub const SUITE: Suite = Suite {
         world,
         nagaya_tests::tests![
             a_file_system_that_hangs_stops_only_its_own_files,
+            a_link_to_one_that_hangs_stops_only_what_is_behind_it,
             an_application_on_it_keeps_no_other_from_a_new_start,
         ],
     ),
@@ -78,6 +81,36 @@ fn a_file_system_that_hangs_stops_only_its_own_files(world: &World) {
     wait::until("the node waits for the file system", || mount.unanswered() > 0);
     for n in 0..30 {
         // Kept and not yet seen ones, of others and of the same tenant, and programs.
+        assert_eq!(world.get("local.test", "/a.txt").expect(200).text(), "bob");
+        assert_eq!(world.get("local.test", &format!("/{n}.txt")).expect(200).text(), n.to_string());
+        assert_eq!(world.get("home.test", "/a.txt").expect(200).text(), "alice");
+        assert_eq!(world.get("cgi.test", "/a.cgi").expect(200).text(), "carol");
+    }
+    drop(mount);
+    drop(waiting);
+}
+
+fn a_link_to_one_that_hangs_stops_only_what_is_behind_it(world: &World) {
+    let files: &[(&str, &[u8])] = &[("kept.txt", b"kept"), ("large.bin", &LARGE)];
+    let mount = HangingMount::of(&world.home("alice").join("far"), files, world.uid("alice"));
+    symlink("../far", world.home("alice").join("www/far")).expect("our own directory");
+    for _ in 0..3 {
+        assert_eq!(world.get("home.test", "/far/kept.txt").expect(200).text(), "kept");
+    }
+    assert!(world.get("home.test", "/far/large.bin").expect(200).body == LARGE);
+    mount.hang();
+    let waiting: Vec<_> = ["/far/kept.txt", "/far/large.bin", "/far/missing", "/far"]
+        .iter()
+        .cycle()
+        .take(40)
+        .map(|target| {
+            let mut connection = Connection::open(world.http());
+            connection.send(format!("GET {target} HTTP/1.1\r\nHost: home.test\r\n\r\n"));
+            connection
+        })
+        .collect();
+    wait::until("the node waits for the file system", || mount.unanswered() > 0);
+    for n in 0..30 {
         assert_eq!(world.get("local.test", "/a.txt").expect(200).text(), "bob");
         assert_eq!(world.get("local.test", &format!("/{n}.txt")).expect(200).text(), n.to_string());
         assert_eq!(world.get("home.test", "/a.txt").expect(200).text(), "alice");

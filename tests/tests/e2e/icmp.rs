@@ -13,8 +13,8 @@ pub const SUITE: Suite = Suite {
     name: "icmp",
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
-        a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses,
-        a_node_that_stands_still_is_waited_for_while_its_host_answers,
+        a_cut_off_node_is_silent_and_one_without_nagaya_refuses,
+        a_node_that_stands_still_is_awaited_while_its_host_answers,
     ]),
 };
 
@@ -50,7 +50,7 @@ fn echoes(lab: &Lab, node: &str) -> u64 {
     values[at].parse().expect("a number")
 }
 
-fn a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses() {
+fn a_cut_off_node_is_silent_and_one_without_nagaya_refuses() {
     let lab = lab_with_app(&["--probe", "icmp"]);
     assert!(answers(&lab, "n1"));
     let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();
@@ -87,7 +87,7 @@ fn a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses() {
     }
 }
 
-fn a_node_that_stands_still_is_waited_for_while_its_host_answers() {
+fn a_node_that_stands_still_is_awaited_while_its_host_answers() {
     let lab = lab_with_app(&["--probe", "icmp"]);
     assert!(answers(&lab, "n1"));
     let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();

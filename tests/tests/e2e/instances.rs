@@ -24,18 +24,18 @@ pub const SUITE: Suite = Suite {
     tests: Tests::Sharing(
         world,
         nagaya_tests::tests![
-            a_first_request_starts_an_application_and_says_what_that_took,
+            a_first_request_starts_an_application_and_reports_the_time,
             the_same_is_in_the_log_the_metrics_and_the_explanation,
-            what_is_forked_for_a_sandbox_is_small_and_a_program_has_the_pages_it_would_have,
+            a_sandbox_fork_is_small_and_programs_keep_normal_pages,
             a_socket_a_port_and_a_descriptor_are_ways_to_listen,
             phps_own_server_is_an_application,
-            an_idle_application_rests_step_by_step_and_comes_back_with_its_memory,
-            an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start,
+            an_idle_application_rests_in_steps_and_keeps_its_memory,
+            an_application_returns_from_its_image_as_it_was_at_start,
             fifty_first_requests_start_it_once,
             a_crash_between_two_requests_is_invisible_to_a_get,
-            a_request_that_ends_its_application_is_tried_once_more_and_no_oftener,
+            a_request_that_kills_its_application_is_retried_once,
             a_post_is_never_done_twice,
-            an_upgraded_connection_keeps_it_awake_for_as_long_as_it_lives,
+            an_upgraded_connection_keeps_an_application_awake,
             a_slow_answer_keeps_it_awake,
             a_crawler_is_answered_without_waking_anybody,
             a_crawler_gets_pages_of_a_site_that_is_awake,
@@ -43,7 +43,7 @@ pub const SUITE: Suite = Suite {
             a_command_runs_in_an_instance_as_if_it_ran_here,
             time_in_a_database_is_told_of_a_request_that_was_alone,
             time_in_a_database_on_a_unix_socket_is_told_too,
-            what_an_operator_cannot_do_is_said,
+            impossible_command_of_an_operator_is_refused_with_a_reason,
             top_shows_who_runs_and_rests,
             a_record_with_mistakes_is_refused_with_all_of_them,
             a_secret_comes_from_its_file_and_is_in_no_record,
@@ -120,7 +120,7 @@ fn processes(name: &str) -> Vec<i32> {
 
 // === Waking ===
 
-fn a_first_request_starts_an_application_and_says_what_that_took(world: &World) {
+fn a_first_request_starts_an_application_and_reports_the_time(world: &World) {
     add(world, "first", json!({}));
     assert!(processes("first").is_empty());
     let answer = get(world, "first", "/who").expect(200);
@@ -157,7 +157,7 @@ fn the_same_is_in_the_log_the_metrics_and_the_explanation(world: &World) {
     assert!(metric("nagaya_instance_wake_wait_seconds_count", "from=\"cold\"") > 0.0);
 }
 
-fn what_is_forked_for_a_sandbox_is_small_and_a_program_has_the_pages_it_would_have(world: &World) {
+fn a_sandbox_fork_is_small_and_programs_keep_normal_pages(world: &World) {
     add(world, "paged", json!({}));
     run_of(world, "paged");
     let number = |id: i32, name: &str| -> i32 {
@@ -248,7 +248,7 @@ fn a_client_that_leaves_waits_for_no_wake(world: &World) {
 
 // === Resting ===
 
-fn an_idle_application_rests_step_by_step_and_comes_back_with_its_memory(world: &World) {
+fn an_idle_application_rests_in_steps_and_keeps_its_memory(world: &World) {
     let never = json!({ "quiet": 1, "frozen": 2, "reclaimed": 4, "image": "never", "cold": "never" });
     add(world, "rests", json!({ "idle": never }));
     let run = run_of(world, "rests");
@@ -270,7 +270,7 @@ fn an_idle_application_rests_step_by_step_and_comes_back_with_its_memory(world: 
     assert!(matches!(woken_from(&answer).as_str(), "image" | "cold"), "{answer:?}");
 }
 
-fn an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start(world: &World) {
+fn an_application_returns_from_its_image_as_it_was_at_start(world: &World) {
     add(world, "imaged", json!({ "release": "1", "warm_up": ["/count", "/count"] }));
     let run = run_of(world, "imaged");
     assert_eq!(get(world, "imaged", "/count").expect(200).text(), "3", "two were of the warm-up");
@@ -297,7 +297,7 @@ fn a_slow_answer_keeps_it_awake(world: &World) {
     until_tier(world, "slow", &["frozen"]);
 }
 
-fn an_upgraded_connection_keeps_it_awake_for_as_long_as_it_lives(world: &World) {
+fn an_upgraded_connection_keeps_an_application_awake(world: &World) {
     add(
         world,
         "socket",
@@ -363,7 +363,7 @@ fn a_crash_between_two_requests_is_invisible_to_a_get(world: &World) {
     }
 }
 
-fn a_request_that_ends_its_application_is_tried_once_more_and_no_oftener(world: &World) {
+fn a_request_that_kills_its_application_is_retried_once(world: &World) {
     add(world, "fatal", json!({}));
     run_of(world, "fatal");
     let answer = get(world, "fatal", "/exit");
@@ -592,8 +592,8 @@ fn time_in_a_database_is_told(world: &World, name: &str, tell: &mpsc::Sender<()>
     (tell.send(()), tell.send(())).0.expect("the database listens");
     let answer = get(world, name, "/query?2").expect(200);
     assert_eq!(answer.text(), "answer answer");
-    let (db, backend) =
-        (figure(&answer, "db").expect("it was alone"), figure(&answer, "backend").expect("a figure"));
+    let db = figure(&answer, "db").expect("it was alone");
+    let backend = figure(&answer, "backend").expect("a figure");
     assert!(0 < db && db <= backend, "{db} of {backend}");
     let timing = answer.header("server-timing").expect("timing goes with the receipt");
     assert!(timing.contains("db;dur="), "{timing}");
@@ -658,7 +658,7 @@ fn show(world: &World, name: &str) -> Value {
     serde_json::from_str(&world.cli(&["instance", "show", name, "--json"])).expect("JSON")
 }
 
-fn what_an_operator_cannot_do_is_said(world: &World) {
+fn impossible_command_of_an_operator_is_refused_with_a_reason(world: &World) {
     let refused = |arguments: &[&str]| {
         let output = world.try_cli(arguments);
         assert!(!output.status.success(), "{arguments:?}");

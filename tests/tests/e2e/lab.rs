@@ -194,7 +194,8 @@ fn a_member_of_etcd_stops_and_comes_back_to_the_others() {
 }
 
 fn two_labs_have_the_same_addresses_and_do_not_meet() {
-    let (one, other) = (alone("1"), alone("1"));
+    let one = alone("1");
+    let other = alone("1");
     wait::until("both answer", || answers(&one, "n1") && answers(&other, "n1"));
     assert_eq!(one.machine("n1")["address"], other.machine("n1")["address"]);
     one.run(&["cut", "n1"]);
@@ -208,7 +209,8 @@ fn etcd_lets_in_nodes_by_their_certificates_alone() {
     let pki = lab.dir().join("pki");
     let file = |name: &str| pki.join(name).to_string_lossy().into_owned();
     let ask = |host: &str, port: u16, words: &[&str]| {
-        let (url, ca) = (format!("https://{host}:{port}/version"), file("ca.pem"));
+        let url = format!("https://{host}:{port}/version");
+        let ca = file("ca.pem");
         let curl = ["in", "clients", "--", "curl", "-sf", "--max-time", "15", "--cacert", &ca];
         lab.output(&[&curl, words, &[&url]].concat()).status.success()
     };
@@ -243,7 +245,8 @@ fn etcd_lets_in_nodes_by_their_certificates_alone() {
 
 fn nothing_is_left_after_down() {
     let lab = Lab::up(&["2", "--etcd", "1", "--no-join"]);
-    let (name, dir) = (lab.name().to_owned(), lab.dir().to_owned());
+    let name = lab.name().to_owned();
+    let dir = lab.dir().to_owned();
     // In the middle of everything.
     lab.run(&["cut", "n1", "--slow", "5"]);
     lab.run(&["pause", "n2"]);
@@ -257,7 +260,8 @@ fn nothing_is_left_after_down() {
 
 fn nothing_is_left_when_the_owner_is_killed() {
     let mut lab = alone("1");
-    let (name, dir) = (lab.name().to_owned(), lab.dir().to_owned());
+    let name = lab.name().to_owned();
+    let dir = lab.dir().to_owned();
     lab.owner().kill().expect("our own child");
     wait::until("its guard has taken the lab down", || left_of(&name, &dir).is_empty());
 }

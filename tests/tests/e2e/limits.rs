@@ -16,8 +16,8 @@ pub const SUITE: Suite = Suite {
     needs_root: false,
     tests: Tests::Alone(nagaya_tests::tests![
         beyond_its_limit_a_site_waits_in_order_and_then_refuses,
-        who_leaves_the_line_frees_the_place,
-        who_waits_too_long_is_told_when_to_come_back,
+        client_that_leaves_the_line_frees_its_place,
+        client_that_waits_too_long_is_told_when_to_come_back,
         a_tenants_limit_holds_for_all_its_sites_and_for_nobody_else,
         a_raised_limit_lets_the_line_in,
     ]),
@@ -109,7 +109,8 @@ fn refused_with_time(connection: &mut Connection, code: &str) {
 }
 
 fn beyond_its_limit_a_site_waits_in_order_and_then_refuses() {
-    let (world, held) = (node(), Held::start());
+    let world = node();
+    let held = Held::start();
     add(&world, "one", "alice", &held, Some(1));
     let mut first = ask(&world, "one.test", "/1");
     wait::until("the first one runs", || held.arrived() == ["/1"]);
@@ -126,8 +127,9 @@ fn beyond_its_limit_a_site_waits_in_order_and_then_refuses() {
     world.stop();
 }
 
-fn who_leaves_the_line_frees_the_place() {
-    let (world, held) = (node(), Held::start());
+fn client_that_leaves_the_line_frees_its_place() {
+    let world = node();
+    let held = Held::start();
     add(&world, "one", "alice", &held, Some(1));
     let mut first = ask(&world, "one.test", "/1");
     wait::until("the first one runs", || held.arrived() == ["/1"]);
@@ -154,7 +156,7 @@ fn who_leaves_the_line_frees_the_place() {
     world.stop();
 }
 
-fn who_waits_too_long_is_told_when_to_come_back() {
+fn client_that_waits_too_long_is_told_when_to_come_back() {
     let world = World::builder().set("tenants", "wait_timeout = \"300ms\"").tenant("alice").start();
     let held = Held::start();
     add(&world, "one", "alice", &held, Some(1));
@@ -167,7 +169,8 @@ fn who_waits_too_long_is_told_when_to_come_back() {
 }
 
 fn a_tenants_limit_holds_for_all_its_sites_and_for_nobody_else() {
-    let (world, held) = (node(), Held::start());
+    let world = node();
+    let held = Held::start();
     for (name, tenant) in [("a1", "alice"), ("a2", "alice"), ("b1", "bob")] {
         add(&world, name, tenant, &held, None);
     }
@@ -186,7 +189,8 @@ fn a_tenants_limit_holds_for_all_its_sites_and_for_nobody_else() {
 }
 
 fn a_raised_limit_lets_the_line_in() {
-    let (world, held) = (node(), Held::start());
+    let world = node();
+    let held = Held::start();
     add(&world, "one", "alice", &held, Some(1));
     let mut first = ask(&world, "one.test", "/1");
     wait::until("the first one runs", || held.arrived() == ["/1"]);

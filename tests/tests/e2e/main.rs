@@ -6,6 +6,7 @@
 mod admin_roles;
 mod admission;
 mod adversity;
+mod any_program;
 mod app;
 mod balance;
 mod browser;
@@ -26,10 +27,14 @@ mod icmp;
 mod instances;
 mod lab;
 mod limits;
+mod lines;
+mod mail;
 mod membership;
 mod moved_tickets;
 mod networks;
 mod outbound;
+mod own_links;
+mod own_sites;
 mod partitions;
 mod php;
 mod programs;
@@ -37,6 +42,7 @@ mod proxy;
 mod proxy_protocol;
 mod receipts;
 mod recipes;
+mod releases;
 mod request_cells;
 mod resting;
 mod rules;
@@ -50,6 +56,7 @@ mod static_files;
 mod tenants;
 mod tls;
 mod told;
+mod watchdogs;
 
 use std::process::ExitCode;
 
@@ -94,9 +101,15 @@ fn main() -> ExitCode {
         instances::SUITE,
         instances::ALONE,
         fresh::SUITE,
+        watchdogs::SUITE,
         recipes::SUITE,
+        any_program::SUITE,
+        releases::SUITE,
+        own_links::SUITE,
         fastcgi::SUITE,
         outbound::SUITE,
+        own_sites::SUITE,
+        mail::SUITE,
         request_cells::SUITE,
         tenants::SUITE,
         edge_files::SUITE,
@@ -105,6 +118,7 @@ fn main() -> ExitCode {
         admin_roles::ALONE,
         sites::SUITE,
         limits::SUITE,
+        lines::SUITE,
         admission::SUITE,
         adversity::SUITE,
         browser::SUITE,

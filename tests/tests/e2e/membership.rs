@@ -1,7 +1,7 @@
 //! What changes about a cluster while it serves: nodes that are drained, used again or removed, the authority of their certificates, and
 //! members of its store that are lost and come back.
 //!
-//! Not here: becoming a member and moving sites (`cluster`), the store alone (`nagaya_cmdb`), networks that lose packets (`lab`).
+//! Not here: becoming a member and moving sites (`cluster`), the store alone (`nagaya_records`), networks that lose packets (`lab`).
 
 use std::io::Write as _;
 use std::path::Path;
@@ -26,17 +26,17 @@ pub const SUITE: Suite = Suite {
     name: "membership",
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
-        an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other,
+        nodes_answer_each_other_throughout_an_exchange_of_keys,
         a_join_token_is_good_once_and_for_its_time,
         a_removed_node_keeps_nothing_that_counts,
         the_keys_of_a_stolen_node_end_at_once,
-        a_drained_node_that_is_used_again_gets_sites_and_all_of_it_is_told,
+        an_undrained_node_gets_sites_again_and_events_say_so,
         a_drained_node_can_be_removed_and_one_in_use_cannot,
         a_drained_node_that_is_removed_while_it_is_down_stays_out,
-        a_node_that_is_removed_by_force_serves_nothing_more_and_says_so,
+        a_node_removed_by_force_stops_serving_and_says_so,
         nobody_notices_that_the_store_has_lost_its_leader,
-        without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing,
-        with_the_disk_of_its_store_full_a_cluster_serves_what_it_knows_and_says_how_old_that_is,
+        without_a_quorum_a_cluster_serves_and_moves_nothing,
+        with_a_full_store_disk_a_cluster_serves_and_says_its_age,
     ]),
 };
 
@@ -51,7 +51,8 @@ struct Visitor {
 
 impl Visitor {
     fn begin(node: &World, host: &'static str, target: &'static str) -> Self {
-        let (done, address) = (Arc::<AtomicBool>::default(), node.http());
+        let done = Arc::<AtomicBool>::default();
+        let address = node.http();
         let is_done = Arc::clone(&done);
         let statuses = std::thread::spawn(move || {
             let mut statuses = Vec::new();
@@ -68,7 +69,8 @@ impl Visitor {
         self.done.store(true, Ordering::Relaxed);
         let statuses = self.statuses.join().expect("it does not panic");
         let failed: Vec<_> = statuses.iter().filter(|status| **status != 200).collect();
-        let (count, of) = (failed.len(), statuses.len());
+        let count = failed.len();
+        let of = statuses.len();
         assert!(failed.is_empty() && of > 0, "{count} of {of} failed, the first with {:?}", failed.first());
     }
 }
@@ -94,7 +96,8 @@ fn has_event(asked: &World, event: &str, node: &str) -> bool {
 
 /// Ends the node's edge, so that all connections to other nodes are made anew.
 fn restart_edge(world: &World) {
-    let (edge, restarts) = (world.pid_of("edge"), world.restarts_of("edge"));
+    let edge = world.pid_of("edge");
+    let restarts = world.restarts_of("edge");
     machine::signal(edge, "KILL");
     wait::until("the edge is back", || {
         world.restarts_of("edge") > restarts
@@ -108,7 +111,7 @@ fn refused(world: &World, words: &[&str]) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-fn an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other() {
+fn nodes_answer_each_other_throughout_an_exchange_of_keys() {
     let cluster = cluster_with(3, imageless);
     let run = run_of(&cluster.nodes[0], "app").text();
     let at = cluster.node_of("app");
@@ -196,11 +199,13 @@ fn shares_no_key(old: &Value, nodes: &[World]) {
         let images = |kept: &Value| kept["image_keys"].as_array().expect("a list").clone();
         assert!(!images(&now).contains(&images(old)[0]), "it takes images by a key of before");
         assert_ne!(now["records"]["current"], old["records"]["current"], "it signs records with another key");
-        let (certificate, authorities) = (node.path("old.pem"), node.path("believed.pem"));
+        let certificate = node.path("old.pem");
+        let authorities = node.path("believed.pem");
         machine::write(&certificate, old["credentials"]["certificate"].as_str().expect("PEM"));
         machine::write(&authorities, now["authorities"].as_str().expect("PEM"));
         let verify = |authorities: &Path, certificate: &Path| {
-            let (authorities, certificate) = (authorities.to_string_lossy(), certificate.to_string_lossy());
+            let authorities = authorities.to_string_lossy();
+            let certificate = certificate.to_string_lossy();
             machine::output("openssl", &["verify", "-CAfile", &authorities, &certificate]).status.success()
         };
         assert!(!verify(&authorities, &certificate), "a certificate of the old authority is believed");
@@ -212,7 +217,8 @@ fn shares_no_key(old: &Value, nodes: &[World]) {
 /// What a join by this token is told.
 fn join_by(stranger: &World, etcd: &Etcd, token: &str) -> Result<(), String> {
     machine::write(&stranger.path("token"), token);
-    let (url, path) = (etcd.url(), stranger.path("token"));
+    let url = etcd.url();
+    let path = stranger.path("token");
     let output = stranger.try_cli(&[
         "cluster",
         "join",
@@ -316,12 +322,14 @@ fn the_keys_of_a_stolen_node_end_at_once() {
     cluster.stop();
 }
 
-fn a_drained_node_that_is_used_again_gets_sites_and_all_of_it_is_told() {
+fn an_undrained_node_gets_sites_again_and_events_say_so() {
     let cluster = cluster_with(2, imageless);
     run_of(&cluster.nodes[0], "app");
     let at = cluster.node_of("app");
-    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
-    let (name, its) = (cluster::name_of(at), cluster::name_of(1 - at));
+    let node = &cluster.nodes[at];
+    let other = &cluster.nodes[1 - at];
+    let name = cluster::name_of(at);
+    let its = cluster::name_of(1 - at);
     let is_on =
         |at: usize| cluster.placement(1 - at, "app").is_some_and(|row| row["node"] == cluster::name_of(at));
     other.cli(&["cluster", "drain", &name]);
@@ -369,7 +377,9 @@ fn a_drained_node_can_be_removed_and_one_in_use_cannot() {
     let cluster = cluster_with(2, imageless);
     run_of(&cluster.nodes[0], "app");
     let at = cluster.node_of("app");
-    let (node, other, name) = (&cluster.nodes[at], &cluster.nodes[1 - at], cluster::name_of(at));
+    let node = &cluster.nodes[at];
+    let other = &cluster.nodes[1 - at];
+    let name = cluster::name_of(at);
     let said = refused(other, &["cluster", "remove", &name]);
     assert!(said.contains("NGY0235") && said.contains("app"), "{said}");
     assert!(cluster_status(node)["member"] == true && nodes_of(other).len() == 2);
@@ -426,11 +436,13 @@ fn a_drained_node_that_is_removed_while_it_is_down_stays_out() {
     cluster.stop();
 }
 
-fn a_node_that_is_removed_by_force_serves_nothing_more_and_says_so() {
+fn a_node_removed_by_force_stops_serving_and_says_so() {
     let cluster = cluster_with(2, imageless);
     let first = run_of(&cluster.nodes[0], "app").text();
     let at = cluster.node_of("app");
-    let (node, other, name) = (&cluster.nodes[at], &cluster.nodes[1 - at], cluster::name_of(at));
+    let node = &cluster.nodes[at];
+    let other = &cluster.nodes[1 - at];
+    let name = cluster::name_of(at);
     // It runs and serves, and does not know what is done to it.
     other.cli(&["cluster", "remove", &name, "--force"]);
     wait::until("it says that it is no member", || cluster_status(node)["member"] == false);
@@ -471,7 +483,8 @@ fn over_three_members(nodes: usize) -> Cluster {
 
 fn nobody_notices_that_the_store_has_lost_its_leader() {
     let mut cluster = over_three_members(2);
-    let (run, epoch) = (run_of(&cluster.nodes[0], "app").text(), epoch_of(&cluster));
+    let run = run_of(&cluster.nodes[0], "app").text();
+    let epoch = epoch_of(&cluster);
     let visitors: Vec<_> =
         cluster.nodes.iter().map(|node| Visitor::begin(node, "app.test", "/run")).collect();
     // Twice, as a leader may be the one that a node was asking, or not.
@@ -489,9 +502,10 @@ fn nobody_notices_that_the_store_has_lost_its_leader() {
     cluster.stop();
 }
 
-fn without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing() {
+fn without_a_quorum_a_cluster_serves_and_moves_nothing() {
     let mut cluster = over_three_members(2);
-    let (run, epoch) = (run_of(&cluster.nodes[0], "app").text(), epoch_of(&cluster));
+    let run = run_of(&cluster.nodes[0], "app").text();
+    let epoch = epoch_of(&cluster);
     let at = cluster.node_of("app");
     let to = cluster::name_of(1 - at);
     let leader = cluster.etcd.leader();
@@ -557,7 +571,7 @@ fn fill_up(file: &Path) {
     }
 }
 
-fn with_the_disk_of_its_store_full_a_cluster_serves_what_it_knows_and_says_how_old_that_is() {
+fn with_a_full_store_disk_a_cluster_serves_and_says_its_age() {
     let mut disk = None;
     // etcd keeps 128 MiB ready for its log.
     let etcd = Etcd::start_in(|data| disk = Some(SmallDisk::mount(data, "160m")));
@@ -567,7 +581,8 @@ fn with_the_disk_of_its_store_full_a_cluster_serves_what_it_knows_and_says_how_o
     first.write_program("alice", "app/app.py", crate::programs::INSTANCE);
     add(first, "app");
     until_the_store_confirms(&cluster);
-    let (run, epoch) = (run_of(first, "app").text(), epoch_of(&cluster));
+    let run = run_of(first, "app").text();
+    let epoch = epoch_of(&cluster);
     for node in &cluster.nodes {
         wait::until("every node knows it", || sites(node).contains(&"app".to_owned()));
         wait::until("it could vouch for the other", || cluster_status(node)["vouches"] == true);

@@ -17,7 +17,7 @@ pub const SUITE: Suite = Suite {
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
         a_ticket_is_kept_where_its_site_was_moved_to,
-        a_ticket_is_kept_where_its_site_went_when_its_node_was_killed,
+        a_ticket_is_kept_on_the_new_node_after_its_node_was_killed,
     ]),
 };
 
@@ -143,7 +143,7 @@ fn a_ticket_is_kept_where_its_site_was_moved_to() {
     cluster.stop();
 }
 
-fn a_ticket_is_kept_where_its_site_went_when_its_node_was_killed() {
+fn a_ticket_is_kept_on_the_new_node_after_its_node_was_killed() {
     let cluster = shop();
     cluster.nodes[0].get("shop.test", "/run").expect(200);
     let at = cluster.node_of("shop");

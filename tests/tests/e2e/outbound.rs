@@ -16,7 +16,7 @@ pub const SUITE: Suite = Suite {
         world,
         nagaya_tests::tests![
             nat_reaches_what_is_outside_and_nothing_of_the_node,
-            what_nat_reaches_is_reached_after_a_wake_from_an_image,
+            nat_works_after_a_wake_from_an_image,
         ],
     ),
 };
@@ -70,7 +70,8 @@ fn add(world: &World, name: &str, more: Value) {
 /// What its application says to this path, asked from the node's own network.
 #[track_caller]
 fn told(world: &World, name: &str, path: &str) -> String {
-    let (network, host) = (format!("--net=/proc/{}/ns/net", world.pid()), format!("Host: {name}.test"));
+    let network = format!("--net=/proc/{}/ns/net", world.pid());
+    let host = format!("Host: {name}.test");
     let url = format!("http://{}{path}", world.http());
     machine::run("nsenter", &[&network, "curl", "-sS", "-m", "60", "-H", &host, &url])
 }
@@ -106,7 +107,7 @@ fn nat_reaches_what_is_outside_and_nothing_of_the_node(world: &World) {
     }
 }
 
-fn what_nat_reaches_is_reached_after_a_wake_from_an_image(world: &World) {
+fn nat_works_after_a_wake_from_an_image(world: &World) {
     let more = json!({ "outbound": "nat", "release": "1", "warm_up": ["/hold/outside.test/7000"] });
     add(world, "wakes", more);
     let run = told(world, "wakes", "/who");

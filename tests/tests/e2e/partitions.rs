@@ -19,9 +19,9 @@ pub const SUITE: Suite = Suite {
     name: "partitions",
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
-        a_node_that_hears_or_is_heard_no_more_loses_its_application_and_nobody_an_answer,
+        a_cut_off_node_loses_its_application_and_no_answer_is_lost,
         a_fifth_of_all_packets_lost_costs_time_and_no_answer,
-        a_node_that_reaches_all_but_etcd_serves_its_application_no_more_and_others_do,
+        a_node_without_etcd_stops_serving_and_others_take_over,
     ]),
 };
 
@@ -119,7 +119,8 @@ struct Visitor {
 impl Visitor {
     #[track_caller]
     fn begin(lab: &Lab, node: &str) -> Self {
-        let (log, program) = (lab.dir().join(format!("visits-{node}")), lab.dir().join("visitor.py"));
+        let log = lab.dir().join(format!("visits-{node}"));
+        let program = lab.dir().join("visitor.py");
         machine::write(&program, VISITOR);
         machine::write(&log, "");
         let address = lab.machine(node)["address"].as_str().expect("an address").to_owned();
@@ -196,7 +197,7 @@ fn check(visitors: Vec<Visitor>) -> usize {
 
 // === Facts ===
 
-fn a_node_that_hears_or_is_heard_no_more_loses_its_application_and_nobody_an_answer() {
+fn a_cut_off_node_loses_its_application_and_no_answer_is_lost() {
     let lab = lab_without_images();
     for way in ["out", "in"] {
         let (first, epoch) = placed(&lab, "n1");
@@ -241,7 +242,7 @@ fn a_fifth_of_all_packets_lost_costs_time_and_no_answer() {
     });
 }
 
-fn a_node_that_reaches_all_but_etcd_serves_its_application_no_more_and_others_do() {
+fn a_node_without_etcd_stops_serving_and_others_take_over() {
     let lab = lab_without_images();
     let (first, epoch) = placed(&lab, "n1");
     let visitors: Vec<_> = others(&first).into_iter().map(|node| Visitor::begin(&lab, node)).collect();

@@ -26,6 +26,11 @@ pub const SUITE: Suite = Suite {
             an_upload_that_meets_a_dead_worker_goes_to_another,
             a_script_that_never_ends_is_504_and_its_worker_replaced,
             a_client_that_leaves_frees_the_worker,
+            a_script_that_ignores_the_abort_goes_on_to_its_end,
+            scripts_of_clients_that_left_keep_their_workers,
+            a_script_that_goes_on_for_too_long_is_ended_and_said,
+            want_of_memory_is_named_where_it_ended_a_script,
+            a_site_ends_each_stream_in_its_time,
             idle_workers_end,
             a_fatal_error_is_told_and_logged,
             dokuwiki_runs_unmodified,
@@ -42,6 +47,16 @@ fn world() -> World {
         .tenant("carol")
         .site(site("killed", "carol", json!({ "kind": "php", "root": "php" })))
         .site(site("php", "alice", json!({ "kind": "php", "root": "php" })))
+        .tenant("dave")
+        .tenant("erin")
+        .tenant("frank")
+        .tenant("grace")
+        .site(json!({ "name": "ends", "tenant": "grace", "hosts": ["ends.test"], "stream_seconds": 2,
+            "backend": { "kind": "php", "root": "php", "linger_seconds": 0 } }))
+        .site(site("goes", "frank", json!({ "kind": "php", "root": "php" })))
+        .site(site("works", "dave", json!({ "kind": "php", "root": "php" })))
+        .site(site("brief", "dave", json!({ "kind": "php", "root": "php", "linger_seconds": 1 })))
+        .site(site("small", "erin", json!({ "kind": "php", "root": "php" })))
         .site(site("impatient", "alice", json!({ "kind": "php", "root": "php", "timeout_seconds": 1 })))
         .site(site(
             "front",
@@ -198,7 +213,7 @@ fn a_client_that_leaves_frees_the_worker(world: &World) {
     script(
         world,
         "left",
-        "file_put_contents(__DIR__ . '/left.pid', getmypid()); echo str_repeat('x', 10000); flush(); while (true) { usleep(1000); }",
+        "file_put_contents(__DIR__ . '/left.pid', getmypid()); echo str_repeat('x', 10000); flush(); while (true) { usleep(1000); echo 'x'; flush(); }",
     );
     for _ in 0..3 {
         // Three times with two workers: none of them stays busy.
@@ -207,6 +222,118 @@ fn a_client_that_leaves_frees_the_worker(world: &World) {
         connection.head().expect(200);
     }
     world.get("php.test", "/pid.php").expect(200);
+}
+
+/// Asks for it, and leaves when it has begun.
+fn ask_and_leave(world: &World, tenant: &str, host: &str, name: &str) {
+    let began = world.home(tenant).join(format!("php/{name}.began"));
+    let mut connection = Connection::open(world.http());
+    connection.send(format!("GET /{name}.php HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+    wait::until("the script begins", || began.exists());
+}
+
+/// A script that begins, waits for a file, and writes what it was.
+fn waiting_script(world: &World, tenant: &str, name: &str, code: &str) {
+    let text = format!(
+        "<?php {code} touch(__DIR__ . '/{name}.began'); while (!file_exists(__DIR__ . '/{name}.go')) {{ usleep(10000); echo 'x'; flush(); clearstatcache(); }} file_put_contents(__DIR__ . '/{name}.end', connection_aborted());"
+    );
+    world.write(tenant, &format!("php/{name}.php"), text);
+}
+
+fn a_script_that_ignores_the_abort_goes_on_to_its_end(world: &World) {
+    for (name, code) in [("goes_on", "ignore_user_abort(true);"), ("is_told", "")] {
+        waiting_script(world, "frank", name, code);
+    }
+    ask_and_leave(world, "frank", "goes.test", "goes_on");
+    let php = world.home("frank").join("php");
+    // Another, which writes and has not asked to go on, is ended by its writing. By then the first has been told, too.
+    let pid = php.join("is_told.pid");
+    waiting_script(world, "frank", "is_told", "file_put_contents(__DIR__ . '/is_told.pid', getmypid());");
+    ask_and_leave(world, "frank", "goes.test", "is_told");
+    let number = std::fs::read_to_string(pid).expect("its number").parse().expect("a process id");
+    wait::until("PHP has ended the script that writes", || !machine::is_running(number));
+    assert!(!php.join("is_told.end").exists());
+    std::fs::write(php.join("goes_on.go"), "").expect("a file");
+    wait::until("the one that asked to goes on to its end", || php.join("goes_on.end").exists());
+    let aborted = std::fs::read_to_string(php.join("goes_on.end")).expect("its last word");
+    assert_eq!(aborted, "1", "it could know");
+}
+
+fn scripts_of_clients_that_left_keep_their_workers(world: &World) {
+    world.write("dave", "php/third.php", "<?php echo file_exists(__DIR__ . '/first.end') || file_exists(__DIR__ . '/second.end') ? 'after' : 'beside';");
+    for name in ["first", "second"] {
+        waiting_script(world, "dave", name, "ignore_user_abort(true);");
+        ask_and_leave(world, "dave", "works.test", name);
+    }
+    // Both workers of the tenant are at work, whoever left.
+    let mut third = Connection::open(world.http());
+    third.send("GET /third.php HTTP/1.1\r\nHost: works.test\r\n\r\n");
+    for _ in 0..5 {
+        world.get("php.test", "/pid.php").expect(200);
+    }
+    for name in ["first", "second"] {
+        std::fs::write(world.home("dave").join(format!("php/{name}.go")), "").expect("a file");
+    }
+    assert_eq!(third.response().expect(200).text(), "after");
+}
+
+fn a_script_that_goes_on_for_too_long_is_ended_and_said(world: &World) {
+    let code = "ignore_user_abort(true); file_put_contents(__DIR__ . '/long.pid', getmypid());";
+    waiting_script(world, "dave", "long", code);
+    ask_and_leave(world, "dave", "brief.test", "long");
+    let pid = std::fs::read_to_string(world.home("dave").join("php/long.pid")).expect("its number");
+    let pid = pid.parse().expect("a process id");
+    wait::until("it is ended", || !machine::is_running(pid));
+    wait::until("that is said", || world.log().contains("NGY0479"));
+}
+
+/// Asks for it, and returns what `explain` says of the request.
+fn explained(world: &World, host: &str, target: &str) -> String {
+    let answer = world.get(host, target).expect(502);
+    let text = answer.text();
+    let id = text.split(|c: char| !c.is_ascii_hexdigit()).find(|word| word.len() == 32);
+    world.cli(&["explain", id.unwrap_or_else(|| panic!("it has an id: {text}"))])
+}
+
+fn want_of_memory_is_named_where_it_ended_a_script(world: &World) {
+    world.cli(&["tenant", "set", "erin", "--memory", "128M"]);
+    let hungry = "ini_set('memory_limit', -1); $a = []; while (true) $a[] = str_repeat('x', 1 << 20);";
+    world.write("erin", "php/hungry.php", format!("<?php {hungry}"));
+    world.write("erin", "php/late.php", format!("<?php echo str_repeat('x', 10000); flush(); {hungry}"));
+    world.write("erin", "php/other.php", "<?php passthru('kill -9 ' . getmypid());");
+    let other = explained(world, "small.test", "/other.php");
+    assert!(!other.contains("out of memory"), "it died of another cause: {other}");
+    let text = explained(world, "small.test", "/hungry.php");
+    assert!(text.contains("out of memory") && text.contains("NGY0324"), "{text}");
+    let is_said =
+        |what: &str| world.log().lines().any(|line| line.contains("out of memory") && line.contains(what));
+    wait::until("the keeper says so, too", || is_said("php process"));
+    assert!(!is_said("other.php"));
+    let mut connection = Connection::open(world.http());
+    connection.send("GET /late.php HTTP/1.1\r\nHost: small.test\r\n\r\n");
+    connection.head().expect(200);
+    wait::until("an answer that had begun names it", || is_said("NGY0442") || is_said("cut off"));
+}
+
+fn a_site_ends_each_stream_in_its_time(world: &World) {
+    world.write("grace", "php/pid.php", "<?php echo getmypid();");
+    world.write(
+        "grace",
+        "php/endless.php",
+        "<?php while (true) { echo str_repeat('x', 100); flush(); usleep(20000); }",
+    );
+    world.write("grace", "php/silent.php", "<?php while (true) sleep(1);");
+    let pid = || world.get("ends.test", "/pid.php").expect(200).text().parse::<i32>().expect("a process id");
+    let first = pid();
+    let mut endless = Connection::open(world.http());
+    endless.send("GET /endless.php HTTP/1.1\r\nHost: ends.test\r\n\r\n");
+    assert!(endless.try_response().is_err());
+    // More of them than the tenant has workers: each gives its worker back.
+    for _ in 0..3 {
+        world.get("ends.test", "/silent.php").expect(504);
+    }
+    wait::until("a script serves no one any more", || !machine::is_running(first));
+    assert_ne!(pid(), first);
 }
 
 fn idle_workers_end(world: &World) {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use nagaya_tests::backend::{Backend, Peer, Request};
 use nagaya_tests::client::{self, Connection};
+use nagaya_tests::http2::{self, Answer};
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use nagaya_tests::world::World;
@@ -19,7 +20,7 @@ pub const SUITE: Suite = Suite {
         world,
         nagaya_tests::tests![
             the_application_is_told_who_asks,
-            what_a_client_claims_is_not_passed_on,
+            claims_of_a_client_are_not_passed_on,
             a_backend_that_answers_nothing_is_502,
             invalid_answers_are_502,
             a_backend_that_is_not_there_is_502,
@@ -30,7 +31,9 @@ pub const SUITE: Suite = Suite {
             an_aged_connection_is_replaced_only_where_that_is_safe,
             bytes_stream_both_ways_at_once,
             an_upgraded_connection_carries_anything,
+            an_upgraded_connection_ends_soon_after_one_side,
             a_refused_upgrade_is_an_ordinary_answer,
+            a_site_ends_each_stream_in_its_time,
             connections_to_a_backend_are_reused,
             a_client_that_leaves_frees_the_backend,
             unix_sockets_are_addresses_too,
@@ -49,6 +52,10 @@ fn world() -> World {
     drop(unused);
     let world = World::builder()
         .tenant("alice")
+        .site(json!({ "name": "ends", "tenant": "alice", "hosts": ["ends.test"], "stream_seconds": 1,
+            "backend": { "kind": "http", "address": backend.address.to_string(), "request_buffering": "off" } }))
+        .site(json!({ "name": "files", "tenant": "alice", "hosts": ["files.test"], "stream_seconds": 1,
+            "backend": { "kind": "static", "root": "files" } }))
         .site(site("app", "app.test", backend.address.to_string()))
         .site(site("nobody", "nobody.test", nobody.to_string()))
         .start();
@@ -82,6 +89,10 @@ fn misbehave(peer: &mut Peer, request: &Request) -> bool {
         "/trickle" => {
             peer.send("HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n")
                 && peer.trickle(&[b't'; 30], Duration::from_millis(10))
+        }
+        "/endless" => {
+            peer.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                && peer.trickle(&[b'e'; 1_000_000], Duration::from_millis(10))
         }
         "/upgrade" if request.field("upgrade").is_some() => upgrade(peer),
         _ => peer.answer("200 OK", &String::from_utf8_lossy(&request.body)),
@@ -127,7 +138,7 @@ fn the_application_is_told_who_asks(world: &World) {
     });
 }
 
-fn what_a_client_claims_is_not_passed_on(world: &World) {
+fn claims_of_a_client_are_not_passed_on(world: &World) {
     let fields = "X-Forwarded-For: 10.9.8.7\r\nForwarded: for=10.9.8.7\r\nX-Real-IP: 10.9.8.7\r\n\
                   X_Forwarded_For: 10.9.8.7\r\nProxy: http://10.9.8.7\r\nKeep-Alive: timeout=10.9\r\n\
                   Connection: X-Private\r\nX-Private: 10.9.8.7\r\nX-Kept: yes\r\n";
@@ -276,12 +287,73 @@ fn an_upgraded_connection_carries_anything(world: &World) {
     assert!(connection.is_closed());
 }
 
+/// TCP does not tell a side that only sends no more from one that has left: the other is not kept for ever.
+fn an_upgraded_connection_ends_soon_after_one_side(world: &World) {
+    let (tell, told) = std::sync::mpsc::channel();
+    let (release, hold) = std::sync::mpsc::channel::<()>();
+    let hold = std::sync::Mutex::new(hold);
+    let backend = Backend::start(move |peer| {
+        let Some(head) = peer.head() else { return };
+        let own = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\nready";
+        peer.send(own);
+        if head.target() == "/server-ends" {
+            peer.finish();
+        }
+        peer.wait_for_end();
+        let _ = tell.send(head.target().to_owned());
+        // It does not leave by itself: that the client is told of the end is the node's doing.
+        let _ = hold.lock().expect("no holder panics").recv();
+    });
+    world.import(&[site_at("half", "half.test", &backend)]);
+    for ends in ["/server-ends", "/client-ends"] {
+        let mut connection = Connection::open(world.http());
+        let head =
+            format!("GET {ends} HTTP/1.1\r\nHost: half.test\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n");
+        connection.send(head);
+        connection.head().expect(101);
+        assert_eq!(connection.bytes(5), b"ready");
+        if ends == "/client-ends" {
+            connection.finish();
+        }
+        assert_eq!(connection.until_end(), b"");
+        let told = told.recv_timeout(wait::SOON);
+        assert_eq!(told.as_deref(), Ok(ends), "the server is told of the end");
+        release.send(()).expect("the server waits for it");
+    }
+}
+
 fn a_refused_upgrade_is_an_ordinary_answer(world: &World) {
     let mut connection = Connection::open(world.http());
     connection.send("GET /other HTTP/1.1\r\nHost: app.test\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n");
     connection.response().expect(200);
     // And the connection is as good as before.
     connection.send("GET /other HTTP/1.1\r\nHost: app.test\r\n\r\n").response().expect(200);
+}
+
+fn a_site_ends_each_stream_in_its_time(world: &World) {
+    world.get("ends.test", "/silent").expect(504);
+    assert_eq!(world.get("ends.test", "/told").expect(200).status, 200);
+    // An answer, over both versions.
+    let mut endless = Connection::open(world.http());
+    endless.send("GET /endless HTTP/1.1\r\nHost: ends.test\r\n\r\n");
+    assert!(endless.try_response().is_err());
+    let fields =
+        [(":method", "GET"), (":scheme", "http"), (":path", "/endless"), (":authority", "ends.test")];
+    let answer = http2::ask(world.http(), &fields, None);
+    assert!(matches!(answer, Answer::Reset { status: Some(200), .. }), "{answer:?}");
+    // A tunnel of which neither side ends.
+    let mut tunnel = Connection::open(world.http());
+    tunnel.send("GET /upgrade HTTP/1.1\r\nHost: ends.test\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n");
+    tunnel.head().expect(101);
+    assert_eq!(tunnel.bytes(5), b"ready");
+    assert!(tunnel.is_closed());
+    // A body that does not come to an end.
+    let mut upload = Connection::open(world.http());
+    upload.send("POST /told HTTP/1.1\r\nHost: ends.test\r\nContent-Length: 10\r\n\r\nhalf");
+    upload.response().expect(408);
+    // And what needs no server.
+    world.write("alice", "files/a.txt", "alpha");
+    assert_eq!(world.get("files.test", "/a.txt").expect(200).text(), "alpha");
 }
 
 fn connections_to_a_backend_are_reused(world: &World) {

@@ -97,8 +97,9 @@ fn every_request_is_accounted_in_the_log(world: &World) {
     world.get("files.test", "/x.txt?logged").expect(200);
     world.get("cgi.test", "/x.cgi?logged").expect(200);
     world.get("nobody.test", "/?logged").expect(404);
-    let (file, program, nobody) =
-        (logged(world, "/x.txt?logged"), logged(world, "/x.cgi?logged"), logged(world, "/?logged"));
+    let file = logged(world, "/x.txt?logged");
+    let program = logged(world, "/x.cgi?logged");
+    let nobody = logged(world, "/?logged");
     for line in [&file, &program, &nobody] {
         assert_eq!(line["node"], "test", "{line}");
         assert!(line["cpu_us"].is_u64() && line["duration_us"].is_u64(), "{line}");

@@ -21,7 +21,7 @@ pub const SUITE: Suite = Suite {
         each_command_of_the_page_is_understood_and_makes_its_record,
         the_generic_recipe_serves_and_wakes_from_its_image,
         the_node_recipe_serves_and_wakes_from_its_image,
-        a_node_application_keeps_its_sessions_until_it_rests_as_an_image,
+        a_node_application_keeps_sessions_until_it_is_an_image,
         the_django_recipe_serves_and_wakes_from_its_image,
         the_rails_recipe_serves_and_wakes_from_its_image,
         the_wordpress_recipe_serves_and_wakes_from_its_image,
@@ -34,14 +34,14 @@ const HOME: &str = "/srv/alice";
 
 // === The page ===
 
-fn page() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/instances.md");
+pub fn page(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name);
     std::fs::read_to_string(path).expect("the page is there")
 }
 
 /// The recipe with this heading.
 fn recipe(heading: &str) -> String {
-    let page = page();
+    let page = page("instances.md");
     let (_, recipes) = page.split_once("\n## Recipes\n").expect("the page has recipes");
     let recipes = recipes.split("\n## ").next().expect("a first part");
     let beginning = format!("{heading}\n");
@@ -50,32 +50,36 @@ fn recipe(heading: &str) -> String {
 }
 
 /// All code in this language, block by block.
-fn code<'a>(text: &'a str, language: &str) -> Vec<&'a str> {
+pub fn code<'a>(text: &'a str, language: &str) -> Vec<&'a str> {
     let mark = format!("\n```{language}\n");
     text.split(&mark).skip(1).map(|rest| rest.split("```").next().expect("a first part")).collect()
 }
 
-/// The commands of nagaya's in a text, each as its words without `nagaya` itself.
-fn commands(text: &str) -> Vec<Vec<String>> {
-    let mut commands = Vec::new();
-    for block in code(text, "sh") {
-        let joined = block.replace("\\\n", " ");
-        commands.extend(joined.lines().filter_map(|line| line.strip_prefix("sudo nagaya ")).map(words));
-    }
-    commands
+/// The commands in a text, line by line.
+pub fn lines(text: &str) -> Vec<String> {
+    let blocks = code(text, "sh").into_iter().map(|block| block.replace("\\\n", " "));
+    blocks.flat_map(|block| block.lines().map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// The words of a line as a shell has them: parts in single quotes as they are, and no comment.
+/// The commands of nagaya's in a text, each as its words without `nagaya` itself.
+pub fn commands(text: &str) -> Vec<Vec<String>> {
+    lines(text).iter().filter_map(|line| line.strip_prefix("sudo nagaya ")).map(words).collect()
+}
+
+/// The words of a line as a shell has them: parts in quotes as they are, and no comment.
 fn words(line: &str) -> Vec<String> {
-    let (mut words, mut word, mut is_quoted) = (Vec::new(), None::<String>, false);
+    let mut words = Vec::new();
+    let mut word = None::<String>;
+    let mut quote = None;
     for c in line.chars() {
         match c {
-            '\'' => {
-                is_quoted = !is_quoted;
+            '\'' | '"' if quote.is_none() => {
+                quote = Some(c);
                 word.get_or_insert_default();
             }
-            ' ' if !is_quoted => words.extend(word.take()),
-            '#' if !is_quoted && word.is_none() => break,
+            c if quote == Some(c) => quote = None,
+            ' ' if quote.is_none() => words.extend(word.take()),
+            '#' if quote.is_none() && word.is_none() => break,
             c => word.get_or_insert_default().push(c),
         }
     }
@@ -83,10 +87,12 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// The values of an option of `site add NAME`, where each option on the page has one.
+/// The values of an option of `site add NAME`, where each option on the page has one. Words behind `--` are those of `--command`.
 fn values<'a>(command: &'a [String], option: &str) -> Vec<&'a str> {
-    let given = command[3..].chunks(2).filter(|pair| pair[0] == option);
-    given.map(|pair| pair[1].as_str()).collect()
+    let end = command.iter().position(|word| word == "--");
+    let given = command[3..end.unwrap_or(command.len())].chunks(2).filter(|pair| pair[0] == option);
+    let behind = end.filter(|_| option == "--command").map_or(&[][..], |end| &command[end + 1..]);
+    given.map(|pair| &pair[1]).chain(behind).map(String::as_str).collect()
 }
 
 fn texts(value: &Value) -> Vec<&str> {
@@ -114,9 +120,17 @@ fn check_record(world: &World, command: &[String]) {
 
 /// Without a node: what needs one says so, and has understood its words before.
 fn each_command_of_the_page_is_understood_and_makes_its_record() {
+    let (added, others) = understand_each(&page("instances.md"));
+    assert!(added >= 8 && others >= 20, "the scan for commands finds almost none: {added}, {others}");
+}
+
+/// How many sites were added, and how many other commands there are.
+#[track_caller]
+pub fn understand_each(page: &str) -> (usize, usize) {
     let world = World::builder().prepare();
-    let (mut added, mut others) = (0, 0);
-    for command in commands(&page()) {
+    let mut added = 0;
+    let mut others = 0;
+    for command in commands(page) {
         let line = command.join(" ");
         let run = |words: &[&str]| world.try_cli(words);
         let words: Vec<&str> = command.iter().map(String::as_str).collect();
@@ -147,7 +161,7 @@ fn each_command_of_the_page_is_understood_and_makes_its_record() {
             }
         }
     }
-    assert!(added >= 8 && others >= 20, "the scan for commands finds almost none: {added}, {others}");
+    (added, others)
 }
 
 // === Recipes ===
@@ -161,12 +175,12 @@ fn world_with(programs: &[&str]) -> World {
 }
 
 /// As the page has it, with alice's home where it is here.
-fn here(world: &World, text: &str) -> String {
+pub fn here(world: &World, text: &str) -> String {
     text.replace(HOME, &world.home("alice").to_string_lossy())
 }
 
 /// Adds the sites of a recipe.
-fn add(world: &World, recipe: &str) {
+pub fn add(world: &World, recipe: &str) {
     let commands = commands(recipe);
     assert!(!commands.is_empty(), "it has a command");
     for command in commands {
@@ -266,7 +280,7 @@ const server = http.createServer((request, response) => {
 server.listen(process.env.NAGAYA_SOCKET, () => console.log("it listens"));
 "#;
 
-fn a_node_application_keeps_its_sessions_until_it_rests_as_an_image() {
+fn a_node_application_keeps_sessions_until_it_is_an_image() {
     let world = world_with(&["/usr/bin/node"]);
     world.write("alice", "chat/server.js", SESSIONS);
     add(&world, &recipe("node"));

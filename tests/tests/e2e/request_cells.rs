@@ -20,10 +20,10 @@ pub const SUITE: Suite = Suite {
             a_limited_request_to_php_fpm_is_slowed_alone,
             a_limited_request_to_gunicorn_is_slowed_alone,
             a_limited_request_to_apache_is_slowed_alone,
-            what_serves_several_at_once_has_the_limits_of_its_instance,
+            worker_with_several_requests_has_its_instances_limits,
             one_that_used_much_is_slowed_down_and_the_next_is_not,
-            whose_client_leaves_leaves_no_limit_behind,
-            a_boost_raises_the_limit_of_an_application_while_a_request_runs_that_has_one,
+            request_of_a_client_that_left_leaves_no_limit,
+            a_boost_raises_an_applications_limit_during_one_request,
         ],
     ),
 };
@@ -183,7 +183,8 @@ fn slowed_alone(world: &World, name: &str) {
     });
     let other = world.get(&format!("{name}.test"), "/other?300").expect(200);
     let slow = slow.response().expect(200);
-    let (line, other) = (logged(world, &slow), logged(world, &other));
+    let line = logged(world, &slow);
+    let other = logged(world, &other);
     assert_eq!(line["cell_of"], "request", "{line}");
     assert!(line["cell"].as_str().is_some_and(|cell| cell.starts_with(&format!("alice/{name}/r"))), "{line}");
     assert!(number(&line, "throttled_us") > 0, "{line}");
@@ -215,7 +216,7 @@ fn a_limited_request_to_apache_is_slowed_alone(world: &World) {
     slowed_alone(world, "apache");
 }
 
-fn what_serves_several_at_once_has_the_limits_of_its_instance(world: &World) {
+fn worker_with_several_requests_has_its_instances_limits(world: &World) {
     add_gunicorn(world, "threads", &["-w", "1", "-k", "gthread", "--threads", "4"]);
     world.get("threads.test", "/first?0").expect(200);
     for _ in 0..2 {
@@ -242,7 +243,7 @@ fn one_that_used_much_is_slowed_down_and_the_next_is_not(world: &World) {
     until_back(world, "demoted");
 }
 
-fn whose_client_leaves_leaves_no_limit_behind(world: &World) {
+fn request_of_a_client_that_left_leaves_no_limit(world: &World) {
     add_gunicorn(world, "leaves", &["-w", "2"]);
     world.get("leaves.test", "/first?0").expect(200);
     let slow = ask(world, "leaves", "/slow?60000");
@@ -280,7 +281,7 @@ fn told(world: &World, mut held: Connection, name: &str) -> Value {
     logged(world, &held.response().expect(200))
 }
 
-fn a_boost_raises_the_limit_of_an_application_while_a_request_runs_that_has_one(world: &World) {
+fn a_boost_raises_an_applications_limit_during_one_request(world: &World) {
     let cells: Value = serde_json::from_str(&world.admin("/v1/cells").expect("it answers")).expect("JSON");
     if cells["controllers"]["cpu"].is_null() {
         skip("no cell can limit CPU time here");

@@ -39,10 +39,12 @@ pub const SUITE: Suite = Suite {
         phases_run_in_their_order_and_share_notes,
         a_lane_lets_one_request_in_after_the_other,
         a_lane_finds_its_own_bound,
-        what_a_rule_names_wrongly_is_said_and_harms_nobody,
+        wrong_name_in_a_rule_is_logged_and_harms_nobody,
         a_syntax_error_is_found_before_the_node_starts,
-        a_rule_of_the_store_holds_for_the_next_request_and_a_broken_one_is_refused,
+        a_stored_rule_holds_at_once_and_a_broken_one_is_refused,
         rules_of_the_store_outlast_the_node_and_come_with_an_import,
+        a_limiter_written_as_a_rule_counts_requests_of_all_threads,
+        a_detector_of_floods_shuts_out_a_host_and_lets_it_in_again,
     ]),
 };
 
@@ -223,7 +225,8 @@ fn one_long_call_of_a_rule_is_ended_and_others_are_answered() {
     let text = format!("x = 1\n{LONG} if request.path == \"/long.cgi\"\n");
     let world = start(builder().rule("one", "access_checker", &text, "").set("edge", "threads = 1"));
     world.write_program("alice", "cgi/long.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\nfine'\n");
-    let (mut long, mut other) = (Connection::open(world.http()), Connection::open(world.http()));
+    let mut long = Connection::open(world.http());
+    let mut other = Connection::open(world.http());
     for _ in 0..4 {
         long.send("GET /long.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");
         other.send(format!("GET {} HTTP/1.1\r\nHost: b.test\r\n\r\n", fresh("/x.cgi")));
@@ -510,7 +513,7 @@ fn a_lane_finds_its_own_bound() {
     world.stop();
 }
 
-fn what_a_rule_names_wrongly_is_said_and_harms_nobody() {
+fn wrong_name_in_a_rule_is_logged_and_harms_nobody() {
     let world = with_rule("");
     for (text, said) in [
         ("c = Cgroup::CPU.new \"../../escape\"\nc.shares = 10\nc.create\nc.attach\n", "escape"),
@@ -542,7 +545,7 @@ fn a_syntax_error_is_found_before_the_node_starts() {
     world.stop();
 }
 
-fn a_rule_of_the_store_holds_for_the_next_request_and_a_broken_one_is_refused() {
+fn a_stored_rule_holds_at_once_and_a_broken_one_is_refused() {
     let world = start(builder().stored_rule("limits", "access_checker", ""));
     // Named and not there: a missing file.
     world.get("a.test", "/x.cgi").expect(200);
@@ -601,5 +604,141 @@ fn rules_of_the_store_outlast_the_node_and_come_with_an_import() {
     world.get("a.test", "/x.cgi").expect(410);
     world.import_lines(&exported);
     world.get("a.test", "/x.cgi").expect(404);
+    world.stop();
+}
+
+/// As limiters written for mod_mruby are made: classes and what is shared in one file, counting up and down in two others.
+const LIMITER_INIT: &str = "
+Userdata.new.shared_mutex = Mutex.new :global => true
+Userdata.new.shared_cache = Cache.new :namespace => 'limiter'
+Userdata.new.shared_cache.clear
+class Limiter
+  def initialize(cache, key)
+    @cache, @key = cache, key
+  end
+
+  def current
+    @cache[@key].to_i
+  end
+
+  def add(by)
+    @cache[@key] = [current + by, 0].max.to_s
+  end
+end
+";
+
+const LIMITER_UP: &str = "
+Server = get_server_class
+r = Server::Request.new
+limit = Limiter.new(Userdata.new.shared_cache, r.hostname)
+mutex = Userdata.new.shared_mutex
+if r.uri == '/count'
+  answer 200, limit.current.to_s
+else
+  late = mutex.try_lock_loop(50000) do
+    begin
+      limit.add 1
+      Server.return Server::HTTP_SERVICE_UNAVAILABLE if limit.current > 2
+    ensure
+      mutex.unlock
+    end
+  end
+  Server.errlogger Server::LOG_ERR, 'limiter: the lock was not free' if late
+end
+";
+
+const LIMITER_DOWN: &str = "
+r = get_server_class::Request.new
+mutex = Userdata.new.shared_mutex
+unless r.uri == '/count'
+  mutex.try_lock_loop(50000) do
+    Limiter.new(Userdata.new.shared_cache, r.hostname).add(-1)
+    mutex.unlock
+  end
+end
+";
+
+fn a_limiter_written_as_a_rule_counts_requests_of_all_threads() {
+    let held = Held::start();
+    let http = json!({ "kind": "http", "address": held.backend.address.to_string() });
+    let world = World::builder()
+        .set("edge", "threads = 4")
+        .site_of("alice", "a", http.clone())
+        .site_of("bob", "b", http)
+        .rule("init", "init", LIMITER_INIT, "")
+        .rule("up", "access_checker", LIMITER_UP, "on_error = \"refuse\"")
+        .rule("down", "log_transaction", LIMITER_DOWN, "")
+        .start();
+    let count = |host: &str| world.get(host, "/count").expect(200).text().to_owned();
+    let ask = |target: &str| {
+        let mut connection = Connection::open(world.http());
+        connection.send(format!("GET {target} HTTP/1.1\r\nHost: a.test\r\n\r\n"));
+        connection
+    };
+    let mut running = vec![ask("/0"), ask("/1")];
+    wait::until("two run", || held.arrived().len() == 2);
+    assert_eq!((count("a.test"), count("b.test")), ("2".into(), "0".into()), "each host has a counter");
+    // Each connection may be another thread's.
+    for turn in 0..20 {
+        assert_eq!(ask("/more").response().status, 503, "turn {turn}");
+    }
+    wait::until("those that were refused are counted no more", || count("a.test") == "2");
+    // One is answered, and the client of the other leaves.
+    drop(running.pop());
+    wait::until("who has left is counted no more", || count("a.test") == "1");
+    held.let_go(2);
+    running[0].response().expect(200);
+    wait::until("nobody is counted", || count("a.test") == "0");
+    held.let_go(1);
+    ask("/again").response().expect(200);
+    wait::until("nobody is counted", || count("a.test") == "0");
+    // A thread whose Ruby is made anew empties nobody's counter.
+    let mut running = ask("/2");
+    wait::until("one runs", || count("a.test") == "1");
+    world.write_rule("down", "loop {}");
+    for _ in 0..20 {
+        assert_eq!(count("a.test"), "1");
+    }
+    held.let_go(1);
+    running.response().expect(200);
+    assert!(!world.log().contains("the lock was not free"), "{}", world.log());
+    world.stop();
+}
+
+/// Five requests of a host within a second shut it out for ten. Tests bring their own time.
+const DETECTOR: &str = "
+cache, lock = Cache.new(:namespace => 'floods'), Mutex.new(:name => 'floods')
+at = request.header['X-At'].to_f
+lock.try_lock_loop do
+  begin
+    since, count, until_ = cache[request.host].to_s.split(' ').map(&:to_f)
+    if until_ && until_ > at
+      answer 503, 'flood'
+    else
+      since, count = at, 0 if since.nil? || at - since > 1 || until_ && until_ > 0
+      count += 1
+      cache[request.host] = \"#{since} #{count} #{count >= 5 ? at + 10 : 0}\"
+    end
+  ensure
+    lock.unlock
+  end
+end
+";
+
+fn a_detector_of_floods_shuts_out_a_host_and_lets_it_in_again() {
+    let world = with_rule(DETECTOR);
+    let ask = |host: &str, at: &str| {
+        let mut connection = Connection::open(world.http());
+        connection.send(format!("GET /x.cgi HTTP/1.1\r\nHost: {host}\r\nX-At: {at}\r\n\r\n"));
+        connection.response().status
+    };
+    // Slowly, nobody minds.
+    for second in 0..10 {
+        assert_eq!(ask("a.test", &format!("{}", 100 + 2 * second)), 200);
+    }
+    let flood: Vec<u16> = (0..8).map(|n| ask("a.test", &format!("200.{n}"))).collect();
+    assert_eq!(flood, [200, 200, 200, 200, 200, 503, 503, 503]);
+    assert_eq!((ask("b.test", "201"), ask("a.test", "205")), (200, 503), "it is one host's");
+    assert_eq!(ask("a.test", "211"), 200);
     world.stop();
 }

@@ -1,6 +1,6 @@
 //! Tenants and sites as an operator changes them, and the file they are kept in.
 //!
-//! Not here: what a single record may say (unit tests of `cmdb`), how sites are served.
+//! Not here: what a single record may say (unit tests of `records`), how sites are served.
 
 use std::fs;
 
@@ -18,7 +18,7 @@ pub const SUITE: Suite = Suite {
             a_change_is_live_without_a_reload,
             the_command_line_adds_shows_lists_and_removes,
             one_bad_line_in_100000_changes_nothing,
-            what_is_exported_can_be_imported,
+            exported_sites_can_be_imported,
             the_default_site_takes_what_nobody_else_does,
             records_survive_a_restart,
             a_truncated_store_is_refused_and_left_alone,
@@ -155,7 +155,7 @@ fn one_bad_line_in_100000_changes_nothing(world: &World) {
     world.get("h1.bulk.test", "/").expect(404);
 }
 
-fn what_is_exported_can_be_imported(world: &World) {
+fn exported_sites_can_be_imported(world: &World) {
     let other = World::builder().tenant("alice").start();
     other.import(&[site("x", "x.test", "one"), site("y", "*.y.test", "two")]);
     let lines = other.cli(&["site", "export"]);

@@ -48,7 +48,7 @@ fn world() -> World {
         .site_of("frank", "long", json!({ "kind": "php", "root": "php" }))
         .site_of("gina", "events", json!({ "kind": "php", "root": "php" }))
         .site_of("bob", "other", json!({ "kind": "php", "root": "php" }))
-        .site_of("carol", "cgi", json!({ "kind": "cgi", "root": "cgi" }))
+        .site_of("carol", "cgi", json!({ "kind": "cgi", "root": "cgi", "linger_seconds": 0 }))
         .site_of("dave", "server", json!({ "kind": "http", "address": backend.address.to_string() }))
         .start();
     for tenant in ["alice", "bob"] {

@@ -66,10 +66,13 @@ fn applications_wake_beside_starved_tenants() {
     world.write_program("alice", "app/app.py", programs::INSTANCE);
     let app = json!({ "kind": "app", "directory": "app", "command": ["./app.py"], "start_seconds": 300 });
     add_site(&world, "woken", app, json!({ "env": { "NAME": "woken" } }));
-    let (over, answers) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let over = AtomicBool::new(false);
+    let answers = AtomicUsize::new(0);
     thread::scope(|scope| {
         for tenant in STARVED {
-            let (world, over, answers) = (&world, &over, &answers);
+            let world = &world;
+            let over = &over;
+            let answers = &answers;
             scope.spawn(move || {
                 let request = format!("GET / HTTP/1.1\r\nHost: {tenant}.test\r\nConnection: close\r\n\r\n");
                 while !over.load(Ordering::Relaxed) {

@@ -142,7 +142,8 @@ fn several_ranges_come_as_parts(world: &World) {
 
 fn conditional_requests_save_the_body(world: &World) {
     let page = world.get("www.test", "/plain.txt").expect(200);
-    let (etag, modified) = (page.header("etag").unwrap(), page.header("last-modified").unwrap());
+    let etag = page.header("etag").unwrap();
+    let modified = page.header("last-modified").unwrap();
     let with = |fields: String| client::get_with(world.http(), "www.test", "/plain.txt", &fields);
     let unchanged = with(format!("If-None-Match: {etag}\r\n")).expect(304);
     assert_eq!((unchanged.body.len(), unchanged.header("etag")), (0, Some(etag)));
@@ -189,9 +190,9 @@ fn precompressed_files_are_chosen_by_what_the_client_takes(world: &World) {
 
 fn a_link_out_of_the_root_leads_nowhere(world: &World) {
     let root = world.home("alice").join("www");
-    world.write("alice", "secret.txt", "beside the root");
+    world.write("alice", ".secret.txt", "beside the root");
     for (name, target) in
-        [("passwd", "/etc/passwd"), ("up", "../secret.txt"), ("magic", "/proc/self/root/etc/passwd")]
+        [("passwd", "/etc/passwd"), ("up", "../.secret.txt"), ("magic", "/proc/self/root/etc/passwd")]
     {
         symlink(target, root.join(name)).unwrap();
         let answer = world.get("www.test", &format!("/{name}"));

@@ -323,7 +323,8 @@ fn no_tenant_speaks_to_the_node(world: &World) {
 
 fn no_tenant_signals_another(world: &World) {
     let alices: i32 = world.get("alice.test", "/pid.php").expect(200).text().parse().expect("a process id");
-    let (edge, keeper) = (world.pid_of("edge"), world.pid_of("keeper"));
+    let edge = world.pid_of("edge");
+    let keeper = world.pid_of("keeper");
     let text = as_bob(
         world,
         "signals",

@@ -1,6 +1,7 @@
-//! A journal with an admin: a Django project of our own on Debian's Django and gunicorn, with SQLite.
+//! A journal with an admin: a Django project of our own on Debian's Django and gunicorn, with
+//! SQLite.
 //!
-//! Not here: its sources (`demo/django`), which server runs it.
+//! Not here: its sources (`demo/django`), the server that runs it.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use super::{App, LOGIN, Page, copy_tree, give, need, random_word, run, secret};
+use super::{AppPage, ContentApp, LOGIN, copy_tree, give, need, random_word, run, secret};
 use crate::workspace;
 
 /// Debian's Django belongs to Debian's Python; another one may come first in `PATH`.
@@ -21,8 +22,8 @@ const GUNICORN: &str = "/usr/bin/gunicorn";
 
 const SECRET: &str = "DJANGO_SECRET_KEY";
 
-/// A journal of its own in `tree`, which then belongs to `uid`. Takes about two seconds.
-pub fn create(tree: &Path, uid: u32) -> Result<App> {
+/// Makes a journal in `tree`, which then belongs to `uid`. Takes about two seconds.
+pub fn create(tree: &Path, uid: u32) -> Result<ContentApp> {
     need(&[PYTHON, GUNICORN, DJANGO])?;
     copy_tree(&workspace::root().join("demo/django"), tree)?;
     let key = random_word()?;
@@ -43,7 +44,7 @@ pub fn create(tree: &Path, uid: u32) -> Result<App> {
     let root = tree.join("static");
     ensure!(fs::exists(&root).context("looking for static files")?, "{} is missing", root.display());
     give(tree, uid)?;
-    Ok(App {
+    Ok(ContentApp {
         backend: json!({
             "kind": "app",
             "command": [GUNICORN, "-w", "1", "--worker-tmp-dir", "/tmp", "journal.wsgi"],
@@ -55,7 +56,7 @@ pub fn create(tree: &Path, uid: u32) -> Result<App> {
             "release": "1",
         }),
         files: Some(("/static", root)),
-        page: Page { path: "/", text: "This journal rests when nobody reads it" },
+        page: AppPage { path: "/", text: "This journal rests when nobody reads it" },
         login: "/admin/login/",
     })
 }

@@ -1,7 +1,7 @@
-//! DokuWiki, relocated: Debian spreads it over `/usr/share`, `/var/lib` and `/etc`; a site needs it in one tree
-//! that its tenant owns.
+//! DokuWiki, relocated. Debian spreads it over `/usr/share`, `/var/lib` and `/etc`. A site needs it
+//! in one tree that its tenant owns.
 //!
-//! Not here: which server runs it.
+//! Not here: the server that runs it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use anyhow::{Context as _, Result, ensure};
 use super::{copy_files, copy_tree, give, libraries, packages};
 use crate::workspace;
 
-/// Where the packages' absolute paths lead inside the tree. Never served: see `DENIED`.
+/// Target of the packages' absolute paths inside the tree. Never served: see `DENIED`.
 const LIBRARIES: &str = "debian";
 
-/// What a server must not hand out of a DokuWiki tree: <https://www.dokuwiki.org/security>.
+/// Paths of a DokuWiki tree that a server must not serve: <https://www.dokuwiki.org/security>.
 pub const DENIED: [&str; 9] =
     ["/data", "/conf", "/bin", "/inc", "/vendor", "/debian", "/sessions", "/.user.ini", "/.htaccess"];
 
@@ -26,10 +26,10 @@ const MOVED: [(&str, &str); 4] = [
     ("/etc/dokuwiki", "/conf"),
 ];
 
-/// Largest number of directories below each other that are looked through; DokuWiki's own depth is 8.
+/// Deepest level of directories that is searched; DokuWiki's own depth is 8.
 const DEPTH_MAX: usize = 32;
 
-/// A wiki of its own in `tree`, which then belongs to `uid`.
+/// Makes a wiki in `tree`, which then belongs to `uid`.
 pub fn create(tree: &Path, uid: u32) -> Result<()> {
     let mut names = vec![String::from("dokuwiki")];
     names.extend(libraries("dokuwiki", &["php-", "libphp-", "libjs-"])?);
@@ -86,7 +86,7 @@ fn relocate(dir: &Path, tree: &Path, depth: usize) -> Result<()> {
     Ok(())
 }
 
-/// The wiki's own settings and first page, from `demo/wiki`.
+/// Writes the wiki's own settings and first page, from `demo/wiki`.
 fn configure(tree: &Path) -> Result<()> {
     let own = workspace::root().join("demo/wiki");
     // Debian's list of farm paths is replaced by nothing: one tree is one wiki.
@@ -102,7 +102,7 @@ fn configure(tree: &Path) -> Result<()> {
         let to = tree.join(name);
         fs::copy(own.join(source), &to).with_context(|| format!("writing {}", to.display()))?;
     }
-    // Sessions in the tree: they end with it, and no other site's PHP can read them.
+    // Sessions are in the tree: they end with it, and no other site's PHP can read them.
     let sessions = tree.join("sessions");
     fs::create_dir_all(&sessions).with_context(|| format!("creating {}", sessions.display()))?;
     let ini = tree.join(".user.ini");

@@ -1,6 +1,7 @@
-//! gitweb over this repository: the CGI program of Debian's package `git`, and a clone that its tenant may read.
+//! gitweb over this repository: the CGI program of Debian's package `git`, and a clone that its
+//! tenant may read.
 //!
-//! Not here: which server runs it.
+//! Not here: the server that runs it.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +15,8 @@ use crate::workspace;
 /// Part of the package `git`; the package `gitweb` only configures web servers to use it.
 const PROGRAM_DIR: &str = "/usr/share/gitweb";
 
-/// `tree/www` with the program, `tree/repositories/nagaya.git`, `tree/gitweb.conf`; all owned by `uid`.
+/// Makes `tree/www` with the program, `tree/repositories/nagaya.git`, `tree/gitweb.conf`; all owned
+/// by `uid`.
 pub fn create(tree: &Path, uid: u32) -> Result<()> {
     ensure!(
         Path::new(PROGRAM_DIR).is_dir(),
@@ -24,7 +26,7 @@ pub fn create(tree: &Path, uid: u32) -> Result<()> {
     let repositories = tree.join("repositories");
     fs::create_dir_all(&repositories).with_context(|| format!("creating {}", repositories.display()))?;
 
-    // git refuses repositories of other users unless told so in a file that only this call sees.
+    // git refuses repositories of other users, unless a file that only this call sees allows them.
     let home = tempfile::tempdir().context("making a directory")?;
     fs::write(home.path().join(".gitconfig"), "[safe]\n\tdirectory = *\n")
         .context("writing git's settings")?;

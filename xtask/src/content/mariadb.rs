@@ -1,7 +1,7 @@
-//! A MariaDB server of one's own: in a directory, on a Unix socket, under an unprivileged uid, without a service manager,
-//! ended with its value.
+//! A private MariaDB server in a directory, on a Unix socket, under an unprivileged uid. It runs
+//! without a service manager and ends with its value.
 //!
-//! Not here: whose tables are in it (`wordpress`).
+//! Not here: the tables in it (`wordpress`).
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -13,10 +13,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 
 use super::{need, random_word, run};
-use crate::process::Process;
+use crate::process::RunningProcess;
 use crate::server::words;
 
-/// From the packages `mariadb-server-core` and `mariadb-client-core`: those with a service of the system's are not needed.
+/// Programs of the packages `mariadb-server-core` and `mariadb-client-core`. The packages with a
+/// system service are not needed.
 const PROGRAMS: [&str; 3] = ["/usr/bin/mariadb-install-db", "/usr/sbin/mariadbd", "/usr/bin/mariadb"];
 
 /// Longest wait until a new server answers.
@@ -34,23 +35,23 @@ const SETTINGS: [&str; 4] = [
 /// A running server.
 #[derive(Debug)]
 pub struct MariaDb {
-    process: Process,
+    process: RunningProcess,
     socket: PathBuf,
-    /// Of its administrator: everybody on the machine can reach the socket.
+    /// Password of its administrator: every user of the machine can reach the socket.
     password: String,
 }
 
-/// Who may use one database.
+/// A user of one database.
 #[derive(Debug, Clone)]
-pub struct Account {
+pub struct DatabaseAccount {
     pub socket: PathBuf,
-    /// Of the database and of its user.
+    /// Name of the database and of its user.
     pub name: String,
     pub password: String,
 }
 
 impl MariaDb {
-    /// A new, empty server in `dir` that runs under `uid`. Takes about three seconds.
+    /// Starts a new, empty server in `dir` that runs under `uid`. Takes about three seconds.
     pub fn start(dir: &Path, uid: u32) -> Result<Self> {
         need(&PROGRAMS)?;
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
@@ -60,7 +61,7 @@ impl MariaDb {
         let id = uid.to_string();
         let as_uid = ["setpriv", "--reuid", &id, "--regid", &id, "--clear-groups", "--pdeathsig", "TERM"];
 
-        // Who is whom is said below, before anybody else can reach it.
+        // Users are defined below, before anybody else can reach it.
         let install = [PROGRAMS[0], "--no-defaults", &data, "--auth-root-authentication-method=normal"];
         let install = [&as_uid[..], &install, &["--skip-test-db", "--skip-name-resolve"]].concat();
         run(Command::new(install[0]).args(&install[1..]).current_dir(dir))?;
@@ -73,14 +74,14 @@ impl MariaDb {
         let mut command = [words(&as_uid), serve.into(), words(&SETTINGS)].concat();
         command.push(format!("--socket={}", socket.display()));
         command.push(format!("--init-file={}", first.display()));
-        let mut process = Process::start("MariaDB", &command, &dir.join("output.log"))?;
-        // It listens when its first statements were executed.
+        let mut process = RunningProcess::start("MariaDB", &command, &dir.join("output.log"))?;
+        // It listens after its first statements were executed.
         process.wait_until(START_MAX, || UnixStream::connect(&socket).is_ok())?;
         Ok(Self { process, socket, password })
     }
 
-    /// An empty database with a user of its own, who has no other rights.
-    pub fn database(&self, name: &str) -> Result<Account> {
+    /// Makes an empty database with its own user, which has no other rights.
+    pub fn database(&self, name: &str) -> Result<DatabaseAccount> {
         ensure!(name.bytes().all(|byte| byte.is_ascii_lowercase()), "'{name}' is no name of a database");
         let password = random_word()?;
         self.execute(&format!(
@@ -88,7 +89,7 @@ impl MariaDb {
              CREATE USER {name}@localhost IDENTIFIED BY '{password}';\
              GRANT ALL ON {name}.* TO {name}@localhost;"
         ))?;
-        Ok(Account { socket: self.socket.clone(), name: name.into(), password })
+        Ok(DatabaseAccount { socket: self.socket.clone(), name: name.into(), password })
     }
 
     fn execute(&self, statements: &str) -> Result<()> {
@@ -100,7 +101,7 @@ impl MariaDb {
         .with_context(|| format!("MariaDB:\n{}", self.process.log_end()))
     }
 
-    /// Ends it; names what it left behind.
+    /// Ends it. Returns its leftover processes.
     pub fn stop(&mut self) -> Vec<String> {
         self.process.stop()
     }

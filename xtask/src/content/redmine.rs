@@ -1,8 +1,8 @@
-//! Redmine, relocated: Debian's package, which `./dev setup apps` unpacks, looks for its instances beneath
-//! `/usr/share/redmine`, which links to `/var` and `/etc`; a site needs it in one tree that its tenant owns. Rails with puma,
-//! and SQLite.
+//! Redmine, relocated: Rails with puma, and SQLite. `./dev setup apps` unpacks Debian's package. It
+//! expects its instances below `/usr/share/redmine`, which links to `/var` and `/etc`. A site needs
+//! it in one tree that its tenant owns.
 //!
-//! Not here: which server runs it.
+//! Not here: the server that runs it.
 
 use std::fs;
 use std::path::Path;
@@ -11,22 +11,22 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::{App, LOGIN, Page, copy_entries, give, need, random_word, run, secret};
+use super::{AppPage, ContentApp, LOGIN, copy_entries, give, need, random_word, run, secret};
 use crate::workspace;
 
-/// Where its files are, and where they believe to be.
+/// Where its files are, and where they expect to be.
 const UNPACKED: &str = "/usr/local/lib/nagaya/redmine/usr/share/redmine";
 const PACKAGE: &str = "/usr/share/redmine";
 
-/// What Redmine writes to, in its instance's directory.
+/// Entries that Redmine writes, in its instance's directory.
 const OWN: [&str; 5] = ["config", "files", "log", "public", "tmp"];
 
 const PUMA: &str = "/usr/bin/puma";
 const BUNDLE: &str = "/usr/bin/bundle";
 
-/// A Redmine of its own in `tree`, which then belongs to `uid`. Takes about half a minute: its tables are made by more
-/// than two hundred migrations.
-pub fn create(tree: &Path, uid: u32) -> Result<App> {
+/// Makes a Redmine in `tree`, which then belongs to `uid`. Takes about half a minute: its tables
+/// are made by more than two hundred migrations.
+pub fn create(tree: &Path, uid: u32) -> Result<ContentApp> {
     need(&[UNPACKED, PUMA, BUNDLE])?;
     copy_entries(Path::new(UNPACKED), tree, &[])?;
     let instance = tree.join("instances/default");
@@ -39,19 +39,20 @@ pub fn create(tree: &Path, uid: u32) -> Result<App> {
         }
         run(command
             .env("BUNDLE_SILENCE_ROOT_WARNING", "1")
-            // Otherwise the migrations write down the tables they made, for programmers.
+            // Otherwise the migrations write a description of their tables for programmers.
             .env("SCHEMA", "/dev/null")
             .env("REDMINE_LANG", "en")
             .env("ADMIN_PASSWORD", LOGIN.password))
     };
-    // Nothing is to be installed; and `bundle install` of Ruby 3.1.7 does not see those of Debian's gems that have no directory.
+    // Nothing must be installed. `bundle install` of Ruby 3.1.7 does not see those of Debian's gems
+    // that have no directory.
     bundle(&["lock", "--local"])?;
     bundle(&["exec", "rake", "db:migrate"])?;
     bundle(&["exec", "rake", "redmine:load_default_data"])?;
     let first = workspace::root().join("demo/redmine/first.rb");
     bundle(&["exec", "rails", "runner", &first.to_string_lossy()])?;
     give(tree, uid)?;
-    Ok(App {
+    Ok(ContentApp {
         backend: json!({
             "kind": "app",
             "command": [PUMA, "-w", "0", "-t", "1:5", "-b", "unix://{socket}"],
@@ -65,18 +66,18 @@ pub fn create(tree: &Path, uid: u32) -> Result<App> {
             "release": "1",
         }),
         files: None,
-        page: Page { path: "/projects/instances/issues", text: "Wake without anybody noticing" },
+        page: AppPage { path: "/projects/instances/issues", text: "Wake without anybody noticing" },
         login: "/login",
     })
 }
 
-/// What Redmine and its tools are told by variables.
+/// Returns the variables of Redmine and its tools.
 fn environment() -> [(&'static str, &'static str); 3] {
-    // Bundler wants a home directory to look for settings in.
+    // Bundler needs a home directory to look for settings in.
     [("RAILS_ENV", "production"), ("REDMINE_INSTANCE", "default"), ("HOME", "/tmp")]
 }
 
-/// The instance's own files, and the sources that name places of the package's.
+/// Writes the instance's own files, and the sources that name paths of the package.
 fn configure(tree: &Path, instance: &Path) -> Result<()> {
     for name in OWN {
         let dir = instance.join(name);

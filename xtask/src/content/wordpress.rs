@@ -1,7 +1,8 @@
-//! WordPress, on Apache with PHP in it or on php-fpm, and its tables in MariaDB: sources and PHP's module from Debian's
-//! packages, which are unpacked and not installed, so that no Apache of the system's is there after the next boot.
+//! WordPress, on Apache with PHP in it or on php-fpm, and its tables in MariaDB. Sources and PHP's
+//! module are from Debian's packages, which are unpacked and not installed. So no system Apache
+//! runs after the next boot.
 //!
-//! Not here: the database server (`mariadb`), which node runs it.
+//! Not here: the database server (`mariadb`), the node that runs it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,8 +11,8 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
-use super::mariadb::Account;
-use super::{App, LOGIN, Page, copy_entries, give, libraries, need, packages, run, secret};
+use super::mariadb::DatabaseAccount;
+use super::{AppPage, ContentApp, LOGIN, copy_entries, give, libraries, need, packages, run, secret};
 use crate::workspace;
 
 const APACHE: &str = "/usr/sbin/apache2";
@@ -19,25 +20,30 @@ const APACHE: &str = "/usr/sbin/apache2";
 /// php-fpm has its version in its name.
 const PHP_FPM: (&str, &str) = ("/usr/sbin", "php-fpm");
 
-/// Makes its tables; what serves its pages is a module of Apache's.
+/// Makes its tables; a module of Apache serves its pages.
 const PHP: &str = "/usr/bin/php";
 
-/// What runs its scripts.
+/// The server that runs its scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Server {
-    /// Speaks HTTP, and serves its files too.
+pub enum WordpressServer {
+    /// Speaks HTTP, and serves its files, too.
     Apache,
     /// Speaks FastCGI.
     PhpFpm,
 }
 
-/// WordPress of its own in `tree`, which then belongs to `uid`, with its tables in the account's database. Takes about two
-/// seconds once the packages are there.
-pub fn create(tree: &Path, uid: u32, account: &Account, server: Server) -> Result<App> {
+/// Makes a WordPress in `tree`, which then belongs to `uid`, with its tables in the account's
+/// database. Takes about two seconds once the packages are there.
+pub fn create(
+    tree: &Path,
+    uid: u32,
+    account: &DatabaseAccount,
+    server: WordpressServer,
+) -> Result<ContentApp> {
     need(&[PHP])?;
     let mut names = vec!["wordpress".to_owned(), "wordpress-theme-twentytwentythree".into()];
     names.extend(libraries("wordpress", &["libjs-", "php-getid3"])?);
-    if server == Server::Apache {
+    if server == WordpressServer::Apache {
         need(&[APACHE])?;
         names.extend(libraries("libapache2-mod-php", &["libapache2-mod-php"])?);
     }
@@ -70,8 +76,8 @@ pub fn create(tree: &Path, uid: u32, account: &Account, server: Server) -> Resul
         "release": "1",
     });
     let more = match server {
-        Server::Apache => on_apache(&from, tree, &ini)?,
-        Server::PhpFpm => {
+        WordpressServer::Apache => on_apache(&from, tree, &ini)?,
+        WordpressServer::PhpFpm => {
             copy("php-fpm.conf", tree.join("php-fpm.conf"))?;
             on_php_fpm(tree, &ini)?
         }
@@ -80,13 +86,14 @@ pub fn create(tree: &Path, uid: u32, account: &Account, server: Server) -> Resul
         backend[key] = value.clone();
     }
     give(tree, uid)?;
-    let page = Page { path: "/", text: "A weblog that rests" };
-    Ok(App { backend, files: None, page, login: "/wp-login.php" })
+    let page = AppPage { path: "/", text: "A weblog that rests" };
+    Ok(ContentApp { backend, files: None, page, login: "/wp-login.php" })
 }
 
 fn on_apache(from: &Path, tree: &Path, ini: &Path) -> Result<Value> {
     let version = apache(from, tree)?;
-    // Extensions of PHP as they are set up for CGI; Apache's own set belongs to a package that is not installed.
+    // PHP extensions as set up for CGI; Apache's own set belongs to a package that is not
+    // installed.
     let scanned = format!("/etc/php/{version}/cgi/conf.d:{}", ini.display());
     let config = tree.join("apache/apache.conf");
     Ok(json!({
@@ -117,8 +124,8 @@ fn on_php_fpm(tree: &Path, ini: &Path) -> Result<Value> {
     }))
 }
 
-/// What WordPress must know of its database, and nobody else.
-fn database(tree: &Path, account: &Account) -> Result<()> {
+/// Writes the secret settings of its database.
+fn database(tree: &Path, account: &DatabaseAccount) -> Result<()> {
     let (socket, name) = (account.socket.display(), &account.name);
     let text = format!(
         "<?php\ndefine('DB_NAME', '{name}');\ndefine('DB_USER', '{name}');\n\
@@ -128,7 +135,7 @@ fn database(tree: &Path, account: &Account) -> Result<()> {
     secret(&tree.join("database.php"), &text)
 }
 
-/// Apache's configuration and PHP's module. Returns the version of PHP, such as `8.2`.
+/// Writes Apache's configuration with PHP's module. Returns the version of PHP, such as `8.2`.
 fn apache(from: &Path, tree: &Path) -> Result<String> {
     let dir = tree.join("apache");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;

@@ -1,7 +1,7 @@
-//! The demo's applications that rest when nobody visits them: a journal (Django), Redmine (Rails) and WordPress, once
-//! on Apache and once on php-fpm, with MariaDB; each of a tenant of its own.
+//! The demo's applications that rest while idle: a journal (Django), Redmine (Rails) and WordPress
+//! with MariaDB. WordPress runs once on Apache and once on php-fpm. Each has its own tenant.
 //!
-//! Not here: how they are made (`content`), the sites that are files or programs (the parent module).
+//! Not here: how they are made (`content`), the sites of files or programs (the parent module).
 
 use std::fs;
 use std::io::Write as _;
@@ -12,29 +12,29 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use serde_json::json;
 
 use crate::content::mariadb::MariaDb;
-use crate::content::wordpress::{self, Server};
-use crate::content::{self, App, LOGIN, Missing, django, redmine};
-use crate::server::nagaya::Node;
+use crate::content::wordpress::{self, WordpressServer};
+use crate::content::{self, ContentApp, LOGIN, MissingPackage, django, redmine};
+use crate::server::nagaya::NagayaNode;
 
 /// MariaDB runs under a uid that no tenant has.
 const MARIADB_UID: u32 = 310_009;
 
-/// When they rest in the demo: soon enough to be watched.
+/// Idle times of the demo: short enough to watch.
 pub const IDLE: &str =
     "[instances]\nfrozen_after = \"5s\"\nreclaimed_after = \"20s\"\nimage_after = \"1m\"\n";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum AppKind {
     Django,
     Redmine,
     WordPress,
 }
 
-/// Where an application of the demo is.
+/// The place of an application in the demo.
 #[derive(Debug)]
-pub struct Place {
-    pub kind: Kind,
-    /// Of its site, and of the host `SITE.localhost`.
+pub struct AppPlace {
+    pub kind: AppKind,
+    /// Name of its site, and of the host `SITE.localhost`.
     pub site: &'static str,
     tenant: &'static str,
     uid: u32,
@@ -42,30 +42,30 @@ pub struct Place {
 }
 
 /// In the order in which they are shown.
-static PLACES: [Place; 4] = [
-    Place {
-        kind: Kind::Django,
+static PLACES: [AppPlace; 4] = [
+    AppPlace {
+        kind: AppKind::Django,
         site: "journal",
         tenant: "authors",
         uid: 310_003,
         what: "Django with its admin, on gunicorn",
     },
-    Place {
-        kind: Kind::Redmine,
+    AppPlace {
+        kind: AppKind::Redmine,
         site: "redmine",
         tenant: "planners",
         uid: 310_004,
         what: "Redmine: Rails, on puma",
     },
-    Place {
-        kind: Kind::WordPress,
+    AppPlace {
+        kind: AppKind::WordPress,
         site: "wordpress",
         tenant: "bloggers",
         uid: 310_005,
         what: "WordPress: PHP in Apache, with MariaDB",
     },
-    Place {
-        kind: Kind::WordPress,
+    AppPlace {
+        kind: AppKind::WordPress,
         site: "weblog",
         tenant: "columnists",
         uid: 310_006,
@@ -73,7 +73,7 @@ static PLACES: [Place; 4] = [
     },
 ];
 
-impl Place {
+impl AppPlace {
     pub fn host(&self) -> String {
         format!("{}.localhost", self.site)
     }
@@ -82,8 +82,9 @@ impl Place {
         dir.join("home").join(self.tenant)
     }
 
-    /// Makes the application, or says what of Debian's it would need.
-    fn make(&self, dir: &Path, create: impl FnOnce(&Path) -> Result<App>) -> Result<Made> {
+    /// Makes the application, or returns which of Debian's files it would need.
+    fn make(&self, dir: &Path, create: impl FnOnce(&Path) -> Result<ContentApp>) -> Result<Made> {
+        super::report_progress(self.what);
         let home = self.home(dir);
         fs::create_dir_all(&home).with_context(|| format!("creating {}", home.display()))?;
         fs::set_permissions(&home, fs::Permissions::from_mode(0o700)).context("closing a tenant's home")?;
@@ -92,29 +93,29 @@ impl Place {
                 content::give(&home, self.uid)?;
                 Ok(Ok(app))
             }
-            Err(error) if error.downcast_ref::<Missing>().is_some() => Ok(Err(format!("{error:#}"))),
+            Err(error) if error.downcast_ref::<MissingPackage>().is_some() => Ok(Err(format!("{error:#}"))),
             Err(error) => Err(error.context(format!("making {}", self.site))),
         }
     }
 }
 
 /// An application, or why there is none.
-type Made = Result<App, String>;
+type Made = Result<ContentApp, String>;
 
-/// What is there of them. Their database server ends with this value.
-pub struct Apps {
+/// The applications that could be made. Their database server ends with this value.
+pub struct DemoApps {
     mariadb: Option<MariaDb>,
-    made: Vec<(&'static Place, Made)>,
+    made: Vec<(&'static AppPlace, Made)>,
 }
 
-impl Apps {
-    /// Makes all of them. Redmine takes longest; `meanwhile` is done beside it.
+impl DemoApps {
+    /// Makes all of them. Redmine takes longest; `meanwhile` runs at the same time.
     pub fn create(dir: &Path, meanwhile: impl FnOnce() -> Result<()>) -> Result<Self> {
         let [journal, redmine, wordpress, weblog] = &PLACES;
         let mut mariadb = None;
         let made = std::thread::scope(|scope| {
             let slow = scope.spawn(|| redmine.make(dir, |tree| redmine::create(tree, redmine.uid)));
-            let mut word = |place: &'static Place, server: Server| {
+            let mut word = |place: &'static AppPlace, server: WordpressServer| {
                 place.make(dir, |tree| {
                     let database = match &mut mariadb {
                         Some(database) => database,
@@ -123,7 +124,8 @@ impl Apps {
                     wordpress::create(tree, place.uid, &database.database(place.site)?, server)
                 })
             };
-            let (apache, fpm) = (word(wordpress, Server::Apache)?, word(weblog, Server::PhpFpm)?);
+            let (apache, fpm) =
+                (word(wordpress, WordpressServer::Apache)?, word(weblog, WordpressServer::PhpFpm)?);
             let diary = journal.make(dir, |tree| django::create(tree, journal.uid))?;
             meanwhile()?;
             let tracker = slow.join().map_err(|_| anyhow!("making Redmine panicked"))??;
@@ -137,18 +139,18 @@ impl Apps {
         Ok(Self { mariadb, made })
     }
 
-    /// Those that are there.
-    pub fn hosted(&self) -> impl Iterator<Item = (&'static Place, &App)> {
+    /// Returns those that exist.
+    pub fn hosted(&self) -> impl Iterator<Item = (&'static AppPlace, &ContentApp)> {
         self.made.iter().filter_map(|(place, made)| made.as_ref().ok().map(|app| (*place, app)))
     }
 
-    /// Those that are not, with why.
-    pub fn missing(&self) -> impl Iterator<Item = (&'static Place, &str)> {
+    /// Returns the missing ones, with the reasons.
+    pub fn missing(&self) -> impl Iterator<Item = (&'static AppPlace, &str)> {
         self.made.iter().filter_map(|(place, made)| made.as_ref().err().map(|why| (*place, why.as_str())))
     }
 
-    /// Makes their tenants and sites known to a node.
-    pub fn import(&self, node: &Node, dir: &Path) -> Result<()> {
+    /// Adds their tenants and sites to a node.
+    pub fn import(&self, node: &NagayaNode, dir: &Path) -> Result<()> {
         let (path, mut writer) = node.records("apps.jsonl")?;
         for (place, app) in self.hosted() {
             let (name, uid) = (place.tenant, place.uid);
@@ -162,7 +164,7 @@ impl Apps {
         node.import(&path).map(drop)
     }
 
-    /// Rows of the front page's table.
+    /// Returns rows of the front page's table.
     pub fn rows(&self, port: u16) -> String {
         let there = self.hosted().map(|(place, app)| {
             let (site, host, what) = (place.site, place.host(), place.what);
@@ -176,7 +178,7 @@ impl Apps {
         there.chain(absent).collect()
     }
 
-    /// Lines of the terminal's welcome.
+    /// Returns lines of the terminal's welcome.
     pub fn lines(&self, port: u16) -> String {
         // As wide as those of the other sites.
         let width = 29 + port.to_string().len();
@@ -188,7 +190,7 @@ impl Apps {
         there.chain(absent).collect()
     }
 
-    /// Ends the database server. An error if it left something behind.
+    /// Ends the database server. Fails if it left something behind.
     pub fn stop(mut self) -> Result<()> {
         let left = self.mariadb.as_mut().map(MariaDb::stop).unwrap_or_default();
         ensure!(left.is_empty(), "processes outlived MariaDB:\n  {}", left.join("\n  "));

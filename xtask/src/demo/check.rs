@@ -1,4 +1,4 @@
-//! The demo visited by a script: every site with curl, as a person would, the wiki with an edit.
+//! A scripted visit to the demo: every site with curl, as a person would, the wiki with an edit.
 //!
 //! Not here: starting and stopping the demo, the applications that rest (`resting`).
 
@@ -7,16 +7,16 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::apps::Apps;
-use super::visitor::{Visitor, hidden};
+use super::apps::DemoApps;
+use super::visitor::{DemoVisitor, hidden};
 use super::{resting, rule_file, uid_of};
 use crate::interrupt;
-use crate::server::Server;
-use crate::server::nagaya::Node;
+use crate::server::TestServer;
+use crate::server::nagaya::NagayaNode;
 
 /// Fetches and verifies everything; the first surprise is the error.
-pub fn visit(server: &Server, node: &Node, dir: &Path, apps: &Apps) -> Result<()> {
-    let visitor = Visitor { port: server.address.port(), jar: dir.join("cookies"), node: node.clone() };
+pub fn visit(server: &TestServer, node: &NagayaNode, dir: &Path, apps: &DemoApps) -> Result<()> {
+    let visitor = DemoVisitor { port: server.address.port(), jar: dir.join("cookies"), node: node.clone() };
     let steps: [(&str, Step); 9] = [
         ("front page", front),
         ("manual (static)", manual),
@@ -38,20 +38,20 @@ pub fn visit(server: &Server, node: &Node, dir: &Path, apps: &Apps) -> Result<()
     Ok(())
 }
 
-type Step = fn(&Visitor, &Path) -> Result<()>;
+type Step = fn(&DemoVisitor, &Path) -> Result<()>;
 
-fn front(visitor: &Visitor, _dir: &Path) -> Result<()> {
+fn front(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     visitor.get("localhost", "/")?.expect(200, "wiki.localhost")
 }
 
-fn manual(visitor: &Visitor, _dir: &Path) -> Result<()> {
+fn manual(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     let page = visitor.get("manual.localhost", "/en/")?;
     page.expect(200, "Apache HTTP Server")?;
     let tag = page.header("etag").context("the page has no ETag")?;
     let same = format!("If-None-Match: {tag}");
     visitor.ask("manual.localhost", "/en/", &["--header", &same])?.expect(304, "")?;
     visitor.get("manual.localhost", "/style/css/manual.css")?.expect(200, "{")?;
-    // As a hostile client sends it; curl by itself would take the dots out.
+    // As a hostile client sends it; curl by itself would remove the dots.
     let outside = visitor.ask("manual.localhost", "/../../writers/wiki/conf/local.php", &["--path-as-is"])?;
     ensure!(
         matches!(outside.status, 400 | 404),
@@ -62,7 +62,7 @@ fn manual(visitor: &Visitor, _dir: &Path) -> Result<()> {
 }
 
 /// Reads the start page, then writes a page as the browser's form does and reads it back.
-fn wiki(visitor: &Visitor, dir: &Path) -> Result<()> {
+fn wiki(visitor: &DemoVisitor, dir: &Path) -> Result<()> {
     const HOST: &str = "wiki.localhost";
     visitor.get(HOST, "/")?.expect(200, "A wiki on nagaya")?;
     visitor.get(HOST, "/lib/exe/css.php?t=dokuwiki")?.expect(200, "{")?;
@@ -99,24 +99,25 @@ fn wiki(visitor: &Visitor, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-fn git(visitor: &Visitor, _dir: &Path) -> Result<()> {
+fn git(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     visitor.get("git.localhost", "/")?.expect(200, "nagaya.git")?;
     visitor.get("git.localhost", "/?p=nagaya.git;a=shortlog")?.expect(200, "shortlog")?;
     visitor.get("git.localhost", "/static/gitweb.css")?.expect(200, "body")
 }
 
-fn cpu(visitor: &Visitor, _dir: &Path) -> Result<()> {
+fn cpu(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     let answer = visitor.get("cpu.localhost", "/?n=1000")?;
     answer.expect(200, "counted to 1000 ")?;
     answer.expect(200, &format!("uid {}", uid_of("developers")))
 }
 
-fn unknown_host(visitor: &Visitor, _dir: &Path) -> Result<()> {
+fn unknown_host(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     visitor.get("nobody.example", "/")?.expect(404, "")
 }
 
-/// What a request used stands in its answer, and the node explains it by its id.
-fn receipt(visitor: &Visitor, _dir: &Path) -> Result<()> {
+/// Checks that a response shows its request's usage, and that the node explains the request by its
+/// id.
+fn receipt(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     let answer = visitor.get("cpu.localhost", "/?n=50000")?;
     answer.expect(200, "counted to 50000 ")?;
     let receipt = answer.header("nagaya-receipt").context("no Nagaya-Receipt in the answer")?;
@@ -129,8 +130,9 @@ fn receipt(visitor: &Visitor, _dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Programs that burn CPU are slowed down, none is refused, and the wiki is answered meanwhile.
-fn busy(visitor: &Visitor, _dir: &Path) -> Result<()> {
+/// Checks that programs which burn CPU are slowed down, none is refused, and the wiki responds
+/// meanwhile.
+fn busy(visitor: &DemoVisitor, _dir: &Path) -> Result<()> {
     const HOGS: usize = 6;
     std::thread::scope(|scope| {
         let hog = || visitor.get("cpu.localhost", "/?n=200000")?.expect(200, "counted to 200000 ");
@@ -147,7 +149,7 @@ fn busy(visitor: &Visitor, _dir: &Path) -> Result<()> {
     })
 }
 
-fn edited_rule(visitor: &Visitor, dir: &Path) -> Result<()> {
+fn edited_rule(visitor: &DemoVisitor, dir: &Path) -> Result<()> {
     let file = rule_file(dir);
     let before = std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
     let write =

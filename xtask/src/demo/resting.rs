@@ -1,42 +1,42 @@
-//! The demo's applications visited by a script: logged in to and written to, then at rest, then woken by a visitor who
-//! must find everything as it was.
+//! A scripted visit to the demo's applications. It logs in and writes, lets them rest, and wakes
+//! them. The visitor must find everything unchanged.
 //!
-//! Not here: the sites that are files or programs (`check`), what waking takes (the experiment `wake`).
+//! Not here: the sites of files or programs (`check`), the time of a wake (the experiment `wake`).
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use serde_json::Value;
 
-use super::apps::{Apps, Kind, Place};
-use super::visitor::{Answer, Visitor, hidden};
-use crate::content::{App, LOGIN};
+use super::apps::{AppKind, AppPlace, DemoApps};
+use super::visitor::{DemoVisitor, VisitorAnswer, hidden};
+use crate::content::{ContentApp, LOGIN};
 use crate::interrupt;
-use crate::server::instance::{self, Status};
+use crate::server::instance::{self, InstanceStatus};
 
-/// Longest wait until nobody's visit lets an application stand still. The demo's node waits five seconds.
+/// Longest wait until an idle application is frozen. The demo's node waits five seconds.
 const FREEZE_MAX: Duration = Duration::from_secs(30);
 
-/// How often that is looked at.
+/// Interval of checks for that.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// What a person would do to tell whether an application works: log in, and write something.
-type Story = fn(&Visitor, &str) -> Result<Vec<Seen>>;
+/// A person's test of an application: log in, and write something.
+type Story = fn(&DemoVisitor, &str) -> Result<Vec<SeenInstance>>;
 
-/// A page, and what must be on it from then on.
-struct Seen {
+/// A page, and its expected text from then on.
+struct SeenInstance {
     path: String,
     text: String,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Counted {
+pub struct CountedWakes {
     pub passed: usize,
     pub skipped: usize,
 }
 
-impl Counted {
+impl CountedWakes {
     fn pass(&mut self, what: &str) {
         self.passed += 1;
         println!("ok  {what}");
@@ -48,9 +48,9 @@ impl Counted {
     }
 }
 
-/// Visits those that are there; the first surprise is the error.
-pub fn visit(visitor: &Visitor, apps: &Apps) -> Result<Counted> {
-    let mut counted = Counted::default();
+/// Visits the existing ones; the first surprise is the error.
+pub fn visit(visitor: &DemoVisitor, apps: &DemoApps) -> Result<CountedWakes> {
+    let mut counted = CountedWakes::default();
     let mut seen = Vec::new();
     for (place, app) in apps.hosted() {
         let pages = first_visit(visitor, place, app).with_context(|| with_log(visitor, place))?;
@@ -72,30 +72,30 @@ pub fn visit(visitor: &Visitor, apps: &Apps) -> Result<Counted> {
     Ok(counted)
 }
 
-/// For an error: which application, and what it printed last.
-fn with_log(visitor: &Visitor, place: &Place) -> String {
+/// Names the application and its last output, for an error.
+fn with_log(visitor: &DemoVisitor, place: &AppPlace) -> String {
     let log = visitor.node.run(&["instance", "logs", place.site]);
     format!("{}, whose output ends with:\n{}\n", place.site, log.unwrap_or_else(|error| error.to_string()))
 }
 
-fn first_visit(visitor: &Visitor, place: &Place, app: &App) -> Result<Vec<Seen>> {
+fn first_visit(visitor: &DemoVisitor, place: &AppPlace, app: &ContentApp) -> Result<Vec<SeenInstance>> {
     let host = place.host();
-    let mut pages = vec![Seen { path: app.page.path.into(), text: app.page.text.into() }];
+    let mut pages = vec![SeenInstance { path: app.page.path.into(), text: app.page.text.into() }];
     look(visitor, &host, &pages)?;
     let story: Story = match place.kind {
-        Kind::Django => django,
-        Kind::Redmine => redmine,
-        Kind::WordPress => wordpress,
+        AppKind::Django => django,
+        AppKind::Redmine => redmine,
+        AppKind::WordPress => wordpress,
     };
     pages.extend(story(visitor, &host)?);
     look(visitor, &host, &pages)?;
     Ok(pages)
 }
 
-/// Gets all the pages. Returns the answer to the first.
-fn look(visitor: &Visitor, host: &str, pages: &[Seen]) -> Result<Option<Answer>> {
+/// Gets all the pages. Returns the first response.
+fn look(visitor: &DemoVisitor, host: &str, pages: &[SeenInstance]) -> Result<Option<VisitorAnswer>> {
     let mut first = None;
-    for Seen { path, text } in pages {
+    for SeenInstance { path, text } in pages {
         interrupt::check()?;
         let answer = visitor.get(host, path)?;
         answer.expect(200, text).with_context(|| path.clone())?;
@@ -104,11 +104,11 @@ fn look(visitor: &Visitor, host: &str, pages: &[Seen]) -> Result<Option<Answer>>
     Ok(first)
 }
 
-fn rests_by_itself(visitor: &Visitor, place: &Place) -> Result<Tier> {
+fn rests_by_itself(visitor: &DemoVisitor, place: &AppPlace) -> Result<Tier> {
     let begun = Instant::now();
     loop {
         interrupt::check()?;
-        let status = Status::of(&visitor.node, place.site)?;
+        let status = InstanceStatus::of(&visitor.node, place.site)?;
         if status.tier <= Tier::Frozen {
             return Ok(status.tier);
         }
@@ -119,15 +119,16 @@ fn rests_by_itself(visitor: &Visitor, place: &Place) -> Result<Tier> {
     }
 }
 
-/// Lets it rest there and visits it again. One that has no image rests without anything, and says why.
+/// Lets it rest at this tier and visits it again. One that has no image rests without processes,
+/// and says why.
 fn from_rest(
-    visitor: &Visitor,
-    place: &Place,
-    pages: &[Seen],
+    visitor: &DemoVisitor,
+    place: &AppPlace,
+    pages: &[SeenInstance],
     to: Tier,
-    counted: &mut Counted,
+    counted: &mut CountedWakes,
 ) -> Result<()> {
-    // What rests deeper by itself does not come up to be told.
+    // An application that rests deeper by itself does not come up on this command.
     visitor.node.run(&["instance", "wake", place.site])?;
     let rested = instance::rest(&visitor.node, place.site, to)?;
     if rested.tier != to {
@@ -146,8 +147,9 @@ fn from_rest(
     Ok(())
 }
 
-/// Why an application has no image: because of what it does, or because this machine takes none.
-fn no_image(visitor: &Visitor, status: &Status) -> Result<String> {
+/// Returns why an application has no image: because of its behaviour, or because this machine takes
+/// none.
+fn no_image(visitor: &DemoVisitor, status: &InstanceStatus) -> Result<String> {
     if let Some(note) = &status.note {
         return Ok(note.clone());
     }
@@ -163,14 +165,15 @@ fn words() -> String {
     format!("Written by process {}", std::process::id())
 }
 
-/// Fills in a form that is on the page `form`: its hidden field `token`, and `fields`. The answer leads elsewhere.
+/// Submits a form of the page `form`: its hidden field `token`, and `fields`. The response is a
+/// redirection.
 fn submit(
-    visitor: &Visitor,
+    visitor: &DemoVisitor,
     host: &str,
     (form, token): (&str, Option<&str>),
     action: &str,
     fields: &[(&str, &str)],
-) -> Result<Answer> {
+) -> Result<VisitorAnswer> {
     let page = visitor.get(host, form)?;
     page.expect(200, "<form").with_context(|| form.to_owned())?;
     let mut filled: Vec<String> = fields.iter().map(|(name, value)| format!("{name}={value}")).collect();
@@ -186,7 +189,7 @@ fn submit(
 }
 
 /// Logs in to the admin and writes an entry there.
-fn django(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
+fn django(visitor: &DemoVisitor, host: &str) -> Result<Vec<SeenInstance>> {
     const LOGIN_PAGE: &str = "/admin/login/?next=/admin/";
     const ADD: &str = "/admin/journal/entry/add/";
     let token = Some("csrfmiddlewaretoken");
@@ -196,7 +199,7 @@ fn django(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     let entry = [
         ("title", title.as_str()),
         ("text", "Is it still here after a rest?"),
-        // Of the comments below it: none.
+        // It has no comments.
         ("comments-TOTAL_FORMS", "0"),
         ("comments-INITIAL_FORMS", "0"),
         ("comments-MIN_NUM_FORMS", "0"),
@@ -204,11 +207,14 @@ fn django(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     ];
     submit(visitor, host, (ADD, token), ADD, &entry)?;
     visitor.get(host, "/static/admin/css/base.css")?.expect(200, "{")?;
-    Ok(vec![Seen { path: "/".into(), text: title }, Seen { path: "/admin/".into(), text: "Log out".into() }])
+    Ok(vec![
+        SeenInstance { path: "/".into(), text: title },
+        SeenInstance { path: "/admin/".into(), text: "Log out".into() },
+    ])
 }
 
 /// Logs in and opens an issue.
-fn redmine(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
+fn redmine(visitor: &DemoVisitor, host: &str) -> Result<Vec<SeenInstance>> {
     const ISSUES: &str = "/projects/instances/issues";
     let token = Some("authenticity_token");
     let login = [("username", LOGIN.name), ("password", LOGIN.password)];
@@ -217,14 +223,14 @@ fn redmine(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     let issue = [("issue[tracker_id]", "1"), ("issue[subject]", subject.as_str())];
     submit(visitor, host, ("/projects/instances/issues/new", token), ISSUES, &issue)?;
     Ok(vec![
-        Seen { path: "/".into(), text: "This Redmine rests when nobody uses it".into() },
-        Seen { path: ISSUES.into(), text: subject },
-        Seen { path: "/my/account".into(), text: "My account".into() },
+        SeenInstance { path: "/".into(), text: "This Redmine rests when nobody uses it".into() },
+        SeenInstance { path: ISSUES.into(), text: subject },
+        SeenInstance { path: "/my/account".into(), text: "My account".into() },
     ])
 }
 
 /// Logs in, comments on the first post, and writes another one as the editor in the browser does.
-fn wordpress(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
+fn wordpress(visitor: &DemoVisitor, host: &str) -> Result<Vec<SeenInstance>> {
     const LOGIN_PAGE: &str = "/wp-login.php";
     const NONCE: &str = "createNonceMiddleware( \"";
     let login = [("log", LOGIN.name), ("pwd", LOGIN.password), ("testcookie", "1")];
@@ -241,8 +247,8 @@ fn wordpress(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     let fields = ["--header", &nonce, "--data-urlencode", &title, "--data-urlencode", "status=publish"];
     visitor.ask(host, "/index.php?rest_route=/wp/v2/posts", &fields)?.expect(201, &post)?;
     Ok(vec![
-        Seen { path: "/?p=1".into(), text },
-        Seen { path: "/".into(), text: post },
-        Seen { path: "/wp-admin/profile.php".into(), text: "Log Out".into() },
+        SeenInstance { path: "/?p=1".into(), text },
+        SeenInstance { path: "/".into(), text: post },
+        SeenInstance { path: "/wp-admin/profile.php".into(), text: "Log Out".into() },
     ])
 }

@@ -1,7 +1,7 @@
-//! What a demo may leave on a machine: processes, mounts, cgroups and files.
+//! Possible leftovers of a demo on a machine: processes, mounts, cgroups and files.
 //!
-//! Not here: ending them (`process`). Other nodes may run on the same machine, come and go: only what can be
-//! told to be the demo's own counts.
+//! Not here: ending them (`process`). Other nodes may run on the same machine, come and go. Only
+//! leftovers that certainly belong to the demo count.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,39 +12,39 @@ use anyhow::{Context as _, Result};
 
 use crate::process::tree;
 
-/// cgroups lie at most this deep; the keeper's own tree has four levels.
+/// Deepest level of cgroups; the keeper's own tree has four levels.
 const CGROUP_DEPTH_MAX: usize = 8;
 
-/// The kernel removes what a dying process held a moment after it is gone.
+/// The kernel removes the resources of a dying process a moment after it is gone.
 const SETTLE_MAX: Duration = Duration::from_secs(3);
 
 /// Where a node without settings of its own would put its files; the demo's node must not.
 const DEFAULT_PLACES: [&str; 3] = ["/run/nagaya", "/var/lib/nagaya", "/etc/nagaya"];
 
-/// What to look for once the demo is over.
+/// Data for the check after the demo.
 #[derive(Debug, Clone)]
-pub struct Traces {
-    /// Everything the demo writes lies in it.
+pub struct DemoTraces {
+    /// Directory of everything that the demo writes.
     dir: PathBuf,
-    /// Those of the default places that were there before.
+    /// Those of the default places that existed before.
     places: BTreeSet<PathBuf>,
     /// All processes of the node while it ran: keepers name their cgroups after themselves.
     pids: BTreeSet<u32>,
 }
 
-impl Traces {
-    /// Before the demo starts.
+impl DemoTraces {
+    /// Begins, before the demo starts.
     pub fn before(dir: &Path) -> Self {
         let places = DEFAULT_PLACES.iter().map(PathBuf::from).filter(|place| place.exists()).collect();
         Self { dir: dir.into(), places, pids: BTreeSet::new() }
     }
 
-    /// While the node runs.
+    /// Notes the node's processes while it runs.
     pub fn node(&mut self, pid: u32) {
         self.pids.extend(tree(pid));
     }
 
-    /// After everything was ended and the directory removed: what is still there.
+    /// Returns the leftovers, after everything was ended and the directory removed.
     pub fn left_behind(&self) -> Result<Vec<String>> {
         let begun = Instant::now();
         loop {
@@ -58,7 +58,7 @@ impl Traces {
 
     fn look(&self) -> Result<Vec<String>> {
         let mut left = Vec::new();
-        // Orphans of the node were adopted by this process.
+        // This process has adopted orphans of the node.
         let own = std::process::id();
         for pid in tree(own).into_iter().filter(|pid| *pid != own) {
             let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -81,7 +81,7 @@ impl Traces {
     }
 }
 
-/// cgroups beneath a `nagaya` directory of keepers among `pids`.
+/// Finds cgroups below a `nagaya` directory of keepers among `pids`.
 fn cgroups(dir: &Path, depth: usize, pids: &BTreeSet<u32>, found: &mut Vec<String>) {
     if depth == 0 {
         return;

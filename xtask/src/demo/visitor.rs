@@ -1,39 +1,40 @@
-//! One who visits the demo's sites with curl, as a person does with a browser: cookies are kept, forms are filled in.
+//! A visitor of the demo's sites with curl, as a person with a browser. Cookies are kept, forms are
+//! filled in.
 //!
-//! Not here: what is visited and expected (`check`, `resting`).
+//! Not here: the pages and expectations (`check`, `resting`).
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::server::nagaya::Node;
+use crate::server::nagaya::NagayaNode;
 
-/// Longest time one request may take: the first page of a wiki builds its caches.
+/// Longest time of one request: the first page of a wiki builds its caches.
 const REQUEST_SECONDS_MAX: &str = "60";
 
-/// Somebody with a browser, and with the right to use the node's command line.
-pub struct Visitor {
+/// A visitor with a browser, and with the right to use the node's command line.
+pub struct DemoVisitor {
     pub port: u16,
     /// Cookies, as a browser keeps them between two pages.
     pub jar: PathBuf,
     /// For its command line.
-    pub node: Node,
+    pub node: NagayaNode,
 }
 
-pub struct Answer {
+pub struct VisitorAnswer {
     pub status: u16,
     pub head: String,
     pub body: String,
 }
 
-impl Visitor {
-    pub fn get(&self, host: &str, path: &str) -> Result<Answer> {
+impl DemoVisitor {
+    pub fn get(&self, host: &str, path: &str) -> Result<VisitorAnswer> {
         self.ask(host, path, &[])
     }
 
-    /// One request with curl, with more of curl's arguments.
-    pub fn ask(&self, host: &str, path: &str, more: &[&str]) -> Result<Answer> {
+    /// Sends one request with curl, with further arguments of curl.
+    pub fn ask(&self, host: &str, path: &str, more: &[&str]) -> Result<VisitorAnswer> {
         let url = format!("http://{host}:{}{path}", self.port);
         let output = Command::new("curl")
             .args([
@@ -60,12 +61,12 @@ impl Visitor {
             text.split_once("\r\n\r\n").with_context(|| format!("{url}: an answer without a head"))?;
         let status = head.split(' ').nth(1).and_then(|s| s.parse().ok());
         let status = status.with_context(|| format!("{url}: an answer without a status"))?;
-        Ok(Answer { status, head: head.into(), body: body.into() })
+        Ok(VisitorAnswer { status, head: head.into(), body: body.into() })
     }
 }
 
-impl Answer {
-    /// An error unless it has this status and this text in its body.
+impl VisitorAnswer {
+    /// Fails unless it has this status and this text in its body.
     pub fn expect(&self, status: u16, text: &str) -> Result<()> {
         let shown: String = self.body.chars().take(400).collect();
         ensure!(self.status == status, "status {} instead of {status}: {}\n{shown}", self.status, self.head);
@@ -81,7 +82,7 @@ impl Answer {
     }
 }
 
-/// The value of a hidden field of a form.
+/// Returns the value of a hidden field of a form.
 pub fn hidden<'b>(body: &'b str, name: &str) -> Option<&'b str> {
     let mark = format!("name=\"{name}\" value=\"");
     let begin = body.find(&mark)? + mark.len();

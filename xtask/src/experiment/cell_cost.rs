@@ -1,7 +1,8 @@
-//! `cell-cost`: what it costs to be in a cell: a CGI program that is born in one, a worker that is moved in and out,
-//! on a quiet machine and while others fork.
+//! `cell-cost`: the cost of a cell. It measures a CGI program that is born in one, and a worker
+//! that is moved in and out. Both run on a quiet machine and while others fork.
 //!
-//! The keeper is the node's own; it is asked as the edge asks it, so that a stay's cost includes both messages.
+//! The keeper is the node's own. It is called as the edge calls it, so that the cost of an
+//! execution includes both messages.
 //!
 //! Not here: whether limits hold (`isolation`).
 
@@ -12,20 +13,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, anyhow};
-use nagaya_cmdb::SiteName;
-use nagaya_cmdb::cell::{Confinement, CpuQuota, Limits};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::SiteName;
+use nagaya_records::cell::{Confinement, CpuQuota, LimitSet};
 use serde_json::json;
 use tokio::task::LocalSet;
 
-use super::{Case, Setting, UID_BASE, interleave};
-use crate::clients::Answers;
+use crate::clients::ClientAnswers;
 use crate::content;
-use crate::load::{Load, Target};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
+use crate::load::{LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer};
 
 /// Programs at once in the CGI case: enough to keep two cores busy.
 const CONNECTIONS: u32 = 8;
@@ -43,7 +45,7 @@ const GOALS: [Goal; 3] = [
     Goal { key: "cgi_ratio_with_cell", bound: Bound::AtLeast(0.97), aim: 0.97 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("cell-cost");
     let root = setting.dir().join("programs");
     std::fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
@@ -56,13 +58,13 @@ pub fn run(setting: &Setting) -> Result<()> {
     let (with, node) = node(setting, "cells", &root, "")?;
     let (without, _) = self::node(setting, "bare", &root, "[cells]\nback_end = \"process-group\"\n")?;
     stays(&mut report, setting, &node)?;
-    let target = Target {
+    let target = LoadTarget {
         hosts: vec!["a.example".into()],
         path: "/hello.cgi".into(),
         body_bytes: HELLO_BYTES..=HELLO_BYTES + 16,
     };
-    let cases = [Case { name: "cgi", target, servers: vec![(CELLS, &with), (NO_CELLS, &without)] }];
-    let load = Load { connections: CONNECTIONS, ..setting.load() };
+    let cases = [ExperimentCase { name: "cgi", target, servers: vec![(CELLS, &with), (NO_CELLS, &without)] }];
+    let load = LoadSettings { connections: CONNECTIONS, ..setting.load() };
     interleave(&mut report, setting, &load, &cases)?;
     report.set("cgi_ratio_with_cell", report.ratio("cgi", CELLS, NO_CELLS, "rps")?);
     report.set("cgi_rps", report.median("cgi", CELLS, "rps")?);
@@ -71,12 +73,17 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// One tenant with two sites, each with a limit of its own, so that a worker of both has to move.
-fn node(setting: &Setting, name: &str, root: &std::path::Path, tables: &str) -> Result<(Server, Node)> {
-    let settings = Settings { tables: tables.into(), ..Settings::default() };
-    let node = Node::create(&setting.program, setting.dir(), name, settings)?;
+/// Makes one tenant with two sites, each with its own limit, so that a worker of both has to move.
+fn node(
+    setting: &ExperimentSetting,
+    name: &str,
+    root: &std::path::Path,
+    tables: &str,
+) -> Result<(TestServer, NagayaNode)> {
+    let settings = NagayaSettings { tables: tables.into(), ..NagayaSettings::default() };
+    let node = NagayaNode::create(&setting.program, setting.dir(), name, settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
-    let tenant = json!({"tenant": {"name": "t", "uid": UID_BASE, "gid": UID_BASE}});
+    let tenant = json!({"tenant": {"name": "t", "uid": UID_BASE, "gid": UID_BASE, "home": root}});
     writeln!(writer, "{tenant}").context("writing records")?;
     for (site, kind) in [("a", "cgi"), ("b", "php"), ("c", "php")] {
         let record = json!({"site": {"name": site, "tenant": "t", "hosts": [format!("{site}.example")],
@@ -86,17 +93,17 @@ fn node(setting: &Setting, name: &str, root: &std::path::Path, tables: &str) -> 
     writer.flush().context("writing records")?;
     drop(writer);
     node.import(&path)?;
-    let server = node.start(&Probe { host: "a.example".into(), path: "/hello.cgi".into() })?;
+    let server = node.start(&StartProbe { host: "a.example".into(), path: "/hello.cgi".into() })?;
     Ok((server, node))
 }
 
-/// The stays of one worker: moved between two sites, and kept where it is with other limits.
-fn stays(report: &mut Report, setting: &Setting, node: &Node) -> Result<()> {
+/// Measures the cells of one worker: moved between two sites, and kept in place with other limits.
+fn stays(report: &mut Report, setting: &ExperimentSetting, node: &NagayaNode) -> Result<()> {
     let count = if setting.quick { 2_000 } else { 10_000 };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime")?;
     for round in 0..setting.rounds() {
         for (noise, forking) in [("quiet", false), ("forking", true)] {
-            let forks = forking.then(Forks::start);
+            let forks = forking.then(ForkCounter::start);
             for (what, sites) in [("moved", ["b", "c"]), ("limits", ["b", "b"])] {
                 let times = LocalSet::new().block_on(&runtime, stay(node, sites, count))?;
                 let case = format!("{what}, {noise}");
@@ -121,18 +128,18 @@ fn stays(report: &mut Report, setting: &Setting, node: &Node) -> Result<()> {
     Ok(())
 }
 
-async fn stay(node: &Node, sites: [&str; 2], count: usize) -> Result<Answers> {
-    let keeper = Keeper::connect(&node.keeper_socket()).await.context("connecting to the keeper")?;
+async fn stay(node: &NagayaNode, sites: [&str; 2], count: usize) -> Result<ClientAnswers> {
+    let keeper = KeeperClient::connect(&node.keeper_socket()).await.context("connecting to the keeper")?;
     let site = SiteName::new("b").context("the site's name")?;
     let worker = keeper.spawn_php(&site).await.context("starting a worker")?;
     let sites: Vec<SiteName> =
         sites.iter().map(|site| SiteName::new(site)).collect::<Result<_, _>>().context("names of sites")?;
     let limited = |thousandths| Confinement {
-        limits: Limits { cpu: Some(CpuQuota::of_core(thousandths)), ..Limits::default() },
+        limits: LimitSet { cpu: Some(CpuQuota::of_core(thousandths)), ..LimitSet::default() },
         ..Confinement::default()
     };
     let confinements = [limited(500), limited(250)];
-    let mut times = Answers::default();
+    let mut times = ClientAnswers::default();
     for index in 0..count {
         let begun = Instant::now();
         keeper
@@ -146,13 +153,13 @@ async fn stay(node: &Node, sites: [&str; 2], count: usize) -> Result<Answers> {
     Ok(times)
 }
 
-/// Processes that come and go all the time: what takes the kernel's lock on moving.
-struct Forks {
+/// Processes that come and go all the time, and so take the kernel's lock on moving.
+struct ForkCounter {
     stop: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<Result<()>>,
 }
 
-impl Forks {
+impl ForkCounter {
     fn start() -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&stop);

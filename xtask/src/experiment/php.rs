@@ -9,16 +9,18 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::{Case, HELLO, Setting, UID_BASE, interleave};
+use crate::content::population::{HELLO, UID_BASE};
 use crate::content::{self, dokuwiki};
+use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
 use crate::facts;
-use crate::load::{Load, Target};
+use crate::load::{LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server, nginx, phpfpm};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer, nginx, phpfpm};
 
-/// Workers of each side for each core: enough that one that waits for a file leaves no core idle.
+/// Workers of each side for each core: enough that a worker that waits for a file leaves no core
+/// idle.
 const WORKERS_PER_CORE: usize = 2;
 
 /// More than there are workers, so that all of them are always busy and some requests wait.
@@ -31,7 +33,7 @@ const HOST: &str = "wiki.example";
 const PAGE: &str = "/doku.php?id=start";
 const VARIANTS: [&str; 2] = ["nagaya", "nginx + php-fpm"];
 
-/// The page is about 15 KB, whichever release of DokuWiki.
+/// The page is about 15 KB, in any release of DokuWiki.
 const PAGE_BYTES: std::ops::RangeInclusive<u64> = 4_000..=60_000;
 
 const GOALS: [Goal; 2] = [
@@ -39,7 +41,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "ratio_trivial", bound: Bound::AtLeast(1.0), aim: 1.1 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("php");
     let tree = setting.dir().join("wiki");
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
@@ -49,20 +51,21 @@ pub fn run(setting: &Setting) -> Result<()> {
     content::give(&script, UID_BASE)?;
 
     let workers = u32::try_from(facts::cores() * WORKERS_PER_CORE).context("number of workers")?;
-    let probe = Probe { host: HOST.into(), path: PAGE.into() };
+    let probe = StartProbe { host: HOST.into(), path: PAGE.into() };
     let fpm = phpfpm::start(setting.dir(), UID_BASE, workers, REQUESTS_PER_WORKER)?;
     let nginx = nginx::php(setting.dir(), &tree, &fpm.socket, &probe)?;
     let nagaya = nagaya(setting, &tree, workers, &probe)?;
 
     let servers = vec![(VARIANTS[0], &nagaya), (VARIANTS[1], &nginx)];
-    let target = |path: &str, body_bytes| Target { hosts: vec![HOST.into()], path: path.into(), body_bytes };
-    // Both answer in chunks, whose sizes stand between the bytes.
+    let target =
+        |path: &str, body_bytes| LoadTarget { hosts: vec![HOST.into()], path: path.into(), body_bytes };
+    // Both respond in chunks, whose sizes are between the bytes.
     let hello = HELLO.len() as u64..=HELLO.len() as u64 + 16;
     let cases = vec![
-        Case { name: "page", target: target(PAGE, PAGE_BYTES), servers: servers.clone() },
-        Case { name: "trivial", target: target("/hello.php", hello), servers },
+        ExperimentCase { name: "page", target: target(PAGE, PAGE_BYTES), servers: servers.clone() },
+        ExperimentCase { name: "trivial", target: target("/hello.php", hello), servers },
     ];
-    let load = Load { connections: CONNECTIONS, ..setting.load() };
+    let load = LoadSettings { connections: CONNECTIONS, ..setting.load() };
     interleave(&mut report, setting, &load, &cases)?;
     drop(cases);
 
@@ -80,11 +83,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn nagaya(setting: &Setting, tree: &Path, workers: u32, probe: &Probe) -> Result<Server> {
-    let settings = Settings { php_workers: workers, ..Settings::default() };
-    let node = Node::create(&setting.program, setting.dir(), "nagaya", settings)?;
+fn nagaya(setting: &ExperimentSetting, tree: &Path, workers: u32, probe: &StartProbe) -> Result<TestServer> {
+    let settings = NagayaSettings { php_workers: workers, ..NagayaSettings::default() };
+    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
-    let tenant = json!({"tenant": {"name": "wiki", "uid": UID_BASE, "gid": UID_BASE}});
+    let tenant = json!({"tenant": {"name": "wiki", "uid": UID_BASE, "gid": UID_BASE, "home": tree}});
     let site = json!({"site": {
         "name": "wiki",
         "tenant": "wiki",

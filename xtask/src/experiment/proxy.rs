@@ -1,4 +1,5 @@
-//! `proxy`: an application behind a reverse proxy, against nginx and HAProxy before the same application.
+//! `proxy`: an application behind a reverse proxy, against nginx and HAProxy before the same
+//! application.
 //!
 //! Not here: the other experiments.
 
@@ -7,14 +8,15 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::{Case, Setting, UID_BASE, interleave};
-use crate::load::Target;
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
+use crate::load::LoadTarget;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server, haproxy, nginx};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer, haproxy, nginx};
 
-/// About what a small JSON answer has.
+/// About the size of a small JSON response.
 const SMALL_BYTES: usize = 100;
 const LARGE_BYTES: usize = 64 << 10;
 const HOST: &str = "application.example";
@@ -27,7 +29,7 @@ const GOALS: [Goal; 3] = [
     Goal { key: "p99_ratio_haproxy", bound: Bound::AtMost(1.1), aim: 1.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("proxy");
     let dir = setting.dir();
     let root = dir.join("application");
@@ -40,17 +42,17 @@ pub fn run(setting: &Setting) -> Result<()> {
     let haproxy = haproxy::proxy(dir, backend.address)?;
 
     let servers = vec![("nagaya", &nagaya), ("nginx", &nginx), ("haproxy", &haproxy)];
-    let target = |path: &str, bytes: usize| Target {
+    let target = |path: &str, bytes: usize| LoadTarget {
         hosts: vec![HOST.into()],
         path: path.into(),
         body_bytes: bytes as u64..=bytes as u64,
     };
-    // The last one is what the backend can do by itself: the ceiling of every proxy before it.
+    // The last one is the backend by itself: the ceiling of every proxy before it.
     let mut small = servers.clone();
     small.push(("backend", &backend));
     let cases = vec![
-        Case { name: "small", target: target("/small", SMALL_BYTES), servers: small },
-        Case { name: "64k", target: target("/large", LARGE_BYTES), servers },
+        ExperimentCase { name: "small", target: target("/small", SMALL_BYTES), servers: small },
+        ExperimentCase { name: "64k", target: target("/large", LARGE_BYTES), servers },
     ];
     interleave(&mut report, setting, &setting.load(), &cases)?;
     drop(cases);
@@ -67,9 +69,9 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn nagaya(setting: &Setting, backend: &Server) -> Result<Server> {
+fn nagaya(setting: &ExperimentSetting, backend: &TestServer) -> Result<TestServer> {
     use std::io::Write as _;
-    let node = Node::create(&setting.program, setting.dir(), "nagaya", Settings::default())?;
+    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", NagayaSettings::default())?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     let tenant = json!({"tenant": {"name": "applications", "uid": UID_BASE, "gid": UID_BASE}});
     let site = json!({"site": {
@@ -81,7 +83,7 @@ fn nagaya(setting: &Setting, backend: &Server) -> Result<Server> {
     write!(writer, "{tenant}\n{site}\n").and_then(|()| writer.flush()).context("writing records")?;
     drop(writer);
     node.import(&path)?;
-    node.start(&Probe { host: HOST.into(), path: "/small".into() })
+    node.start(&StartProbe { host: HOST.into(), path: "/small".into() })
 }
 
 fn summarise(report: &mut Report) -> Result<()> {

@@ -1,7 +1,7 @@
-//! `rule-cost`: what one evaluation of a rule takes, without a server around it, what a virtual machine takes of memory,
-//! and whether a rule that is rewritten all the time under load spoils an answer.
+//! `rule-cost`: the time of one evaluation of a rule without a server, and the memory of a virtual
+//! machine. It also tests whether constant rewriting of a rule under load spoils a response.
 //!
-//! Not here: what rules cost a server (`isolation::overhead`).
+//! Not here: the cost of rules in a server (`isolation::overhead`).
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,27 +13,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
-use nagaya_rules::{Budget, Engine, Facts, Number, OnError, Phase, RuleFile, RuleSet, Scalar, Text, Verdict};
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
+use nagaya_rules::{
+    Engine, FactSource, NumberFact, OnError, RuleBudget, RuleFile, RulePhase, RuleSet, ScalarValue, TextFact,
+    Verdict,
+};
 use serde_json::json;
 
-use super::{HELLO, Population, Setting};
 use crate::clients::to_float;
-use crate::load::{self, Load, Target};
+use crate::content::population::{HELLO, SitePopulation};
+use crate::experiment::harness::ExperimentSetting;
+use crate::load::{self, LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::Probe;
-use crate::server::nagaya::{Node, Settings};
+use crate::server::StartProbe;
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
 use crate::workspace;
 
-/// The published figure, as the tests of the rules have it.
+/// The published figure, as in the tests of the rules.
 const FIGURE: &str = "crates/rules/fixtures/figure4.rb";
 
 /// Settings of a host by its name: the rule does not grow with hosts.
 const KVS: &str = "shares = KVS.get(Apache::Request.new.hostname)\nif shares\n  c = Cgroup::CPU.new \"limited\"\n  \
      c.shares = shares\n  c.create\n  c.attach\nend\n";
 
-/// The rule runs; or what it said to the same facts is remembered, as for most requests.
+/// The rule runs. Or its verdict for the same facts is remembered, as for most requests.
 const RUN: &str = "run";
 const REMEMBERED: &str = "remembered";
 
@@ -53,7 +57,7 @@ const GOALS: [Goal; 3] = [
     Goal { key: "reload_errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("rule-cost");
     evaluations(&mut report, setting)?;
     report.set("vm_kib", memory(setting)?);
@@ -62,8 +66,8 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// The rules, each with the host that asks and the number of settings.
-fn evaluations(report: &mut Report, setting: &Setting) -> Result<()> {
+/// Measures the rules, each with its host and the number of settings.
+fn evaluations(report: &mut Report, setting: &ExperimentSetting) -> Result<()> {
     let figure = workspace::root().join(FIGURE);
     let figure = fs::read_to_string(&figure).with_context(|| format!("reading {}", figure.display()))?;
     let cases: [(&str, &str, String, usize); 5] = [
@@ -78,7 +82,7 @@ fn evaluations(report: &mut Report, setting: &Setting) -> Result<()> {
     for (name, text, host, settings) in cases {
         let file = setting.dir().join(format!("{name}.rb"));
         let mut engine = Engine::new(rules(&file, text)?);
-        let facts = Hosts::new(host, settings);
+        let facts = RuleHosts::new(host, settings);
         evaluate(&mut engine, &facts, count / 10, run_each)?;
         prepared.push((name, engine, facts));
     }
@@ -102,27 +106,31 @@ fn evaluations(report: &mut Report, setting: &Setting) -> Result<()> {
 
 fn rules(file: &Path, text: &str) -> Result<Arc<RuleSet>> {
     fs::write(file, text).with_context(|| format!("writing {}", file.display()))?;
-    let rule =
-        RuleFile { phase: Phase::AccessChecker, path: file.into(), cache: false, on_error: OnError::Refuse };
-    Ok(RuleSet::new(vec![rule], Budget::default()))
+    let rule = RuleFile {
+        phase: RulePhase::AccessChecker,
+        path: file.into(),
+        cache: false,
+        on_error: OnError::Refuse,
+    };
+    Ok(RuleSet::new(vec![rule], RuleBudget::default()))
 }
 
-/// With what verdict an evaluation begins.
+/// Returns the verdict with which an evaluation begins.
 type Begin = fn(&Engine) -> Rc<Verdict>;
 
-/// One of its own, of which the engine does not know that it is empty: the rule runs.
+/// Returns a separate verdict that the engine does not know to be empty: the rule runs.
 fn run_each(_: &Engine) -> Rc<Verdict> {
     Rc::default()
 }
 
-/// Seconds for so many evaluations.
-fn evaluate(engine: &mut Engine, facts: &Hosts, count: usize, begin: Begin) -> Result<f64> {
+/// Returns the seconds for this many evaluations.
+fn evaluate(engine: &mut Engine, facts: &RuleHosts, count: usize, begin: Begin) -> Result<f64> {
     let begun = Instant::now();
     for _ in 0..count {
         let mut verdict = begin(engine);
-        if !engine.recall(Phase::AccessChecker, facts, &mut verdict) {
+        if !engine.recall(RulePhase::AccessChecker, facts, &mut verdict) {
             engine
-                .evaluate(Phase::AccessChecker, facts, &mut verdict)
+                .evaluate(RulePhase::AccessChecker, facts, &mut verdict)
                 .map_err(|fault| anyhow!("the rule failed: {fault:?}"))?;
         }
         std::hint::black_box(&verdict);
@@ -130,12 +138,12 @@ fn evaluate(engine: &mut Engine, facts: &Hosts, count: usize, begin: Begin) -> R
     Ok(begun.elapsed().as_secs_f64())
 }
 
-/// KiB of one virtual machine that has evaluated the figure.
-fn memory(setting: &Setting) -> Result<f64> {
+/// Returns the KiB of one virtual machine that has evaluated the figure.
+fn memory(setting: &ExperimentSetting) -> Result<f64> {
     let file = setting.dir().join("fig4.rb");
     let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
     let set = rules(&file, &text)?;
-    let facts = Hosts::new("target4.example.com".into(), 0);
+    let facts = RuleHosts::new("target4.example.com".into(), 0);
     let before = resident_kib()?;
     let mut machines = Vec::new();
     for _ in 0..MACHINES {
@@ -152,28 +160,31 @@ fn resident_kib() -> Result<f64> {
     line.split_whitespace().next().and_then(|number| number.parse().ok()).context("VmRSS is no number")
 }
 
-/// A node under load whose rule alternates between two versions, both right, and sometimes a broken one in between.
-fn reloads(report: &mut Report, setting: &Setting) -> Result<()> {
-    let population = Population::create(setting.dir(), 1)?;
+/// Runs a node under load whose rule alternates between two versions, both right, and sometimes a
+/// broken one in between.
+fn reloads(report: &mut Report, setting: &ExperimentSetting) -> Result<()> {
+    let population = SitePopulation::create(setting.dir(), 1)?;
     let version = |shares: u32| {
         format!(
             "c = Cgroup::CPU.new \"g\"\nc.shares = {shares}\nc.create\nc.attach\nr = Apache::Request.new\nr.hostname\n"
         )
     };
-    let settings = Settings { rules: vec![("access_checker", version(1))], ..Settings::default() };
-    let node = Node::create(&setting.program, setting.dir(), "nagaya", settings)?;
+    let settings =
+        NagayaSettings { rules: vec![("access_checker", version(1))], ..NagayaSettings::default() };
+    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", settings)?;
     let (path, writer) = node.records("sites.jsonl")?;
     population.write_records(writer)?;
     node.import(&path)?;
-    let server = node.start(&Probe { host: population.host(0), path: "/hello.txt".into() })?;
-    let target = Target {
+    let server = node.start(&StartProbe { host: population.host(0), path: "/hello.txt".into() })?;
+    let target = LoadTarget {
         hosts: vec![population.host(0)],
         path: "/hello.txt".into(),
         body_bytes: HELLO.len() as u64..=HELLO.len() as u64,
     };
     let stop = AtomicBool::new(false);
     let file = node.rule(0);
-    let load = Load { duration: Duration::from_secs(if setting.quick { 3 } else { 10 }), ..setting.load() };
+    let load =
+        LoadSettings { duration: Duration::from_secs(if setting.quick { 3 } else { 10 }), ..setting.load() };
     let (outcome, written) = std::thread::scope(|scope| {
         let writer = scope.spawn(|| -> Result<u32> {
             let mut turn = 0;
@@ -185,7 +196,7 @@ fn reloads(report: &mut Report, setting: &Setting) -> Result<()> {
             }
             Ok(turn)
         });
-        // wrk's run is an error if a single answer was not right.
+        // wrk's run is an error if a single response was not right.
         let outcome = load::run(server.address, &target, &load);
         stop.store(true, Ordering::Relaxed);
         (outcome, writer.join())
@@ -208,25 +219,25 @@ fn host(index: usize) -> String {
     format!("host-{index}.example.com")
 }
 
-/// What an evaluation can ask here: a host, and settings of hosts.
-struct Hosts {
+/// The facts of an evaluation here: a host, and settings of hosts.
+struct RuleHosts {
     host: String,
     settings: HashMap<String, i64>,
 }
 
-impl Hosts {
+impl RuleHosts {
     fn new(host: String, settings: usize) -> Self {
         let settings = (0..settings).map(|index| (self::host(index), 25)).collect();
         Self { host, settings }
     }
 }
 
-impl Facts for Hosts {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
-        (text == Text::Hostname).then_some(Cow::Borrowed(self.host.as_str()))
+impl FactSource for RuleHosts {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>> {
+        (text == TextFact::Hostname).then_some(Cow::Borrowed(self.host.as_str()))
     }
 
-    fn number(&self, _: Number) -> Option<i64> {
+    fn number(&self, _: NumberFact) -> Option<i64> {
         None
     }
 
@@ -242,23 +253,23 @@ impl Facts for Hosts {
 
     fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
 
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool {
         let found = self.settings.get(key);
         if let Some(value) = found {
-            each(None, Scalar::Int(*value));
+            each(None, ScalarValue::Int(*value));
         }
         found.is_some()
     }
 
-    fn cell_exists(&self, _: Controller, _: &CellName) -> bool {
+    fn cell_exists(&self, _: CgroupController, _: &CellName) -> bool {
         false
     }
 
-    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
+    fn cell_value(&self, _: CgroupController, _: &CellName, _: &str) -> Option<String> {
         None
     }
 
-    fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<RequestUsage> {
         None
     }
 

@@ -1,5 +1,5 @@
-//! `sites-scale`: what 1,000, 10,000 and 100,000 sites cost: import, start, look-up, memory, and the time until
-//! a change is live.
+//! `sites-scale`: the cost of 1,000, 10,000 and 100,000 sites. It covers import, start, look-up,
+//! memory, and the time until a change is live.
 //!
 //! Not here: the other experiments.
 
@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::{HELLO, Population, Setting};
-use crate::load::{self, Load, Target};
+use crate::content::population::{HELLO, SitePopulation};
+use crate::experiment::harness::ExperimentSetting;
+use crate::load::{self, LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer};
 use crate::{http, interrupt};
 
 /// Numbers of sites, and their names in keys and plots.
@@ -21,8 +22,8 @@ const SIZES: [(usize, &str); 3] = [(1_000, "1000"), (10_000, "10000"), (100_000,
 /// Changes whose way to the edge is timed, for each size and round.
 const CHANGES: usize = 5;
 
-/// New connections in a row that must find the new site: they spread over the edge's threads, and a site is live
-/// when every thread has it.
+/// New connections in a row that must find the new site. They spread over the edge's threads, and a
+/// site is live when every thread has it.
 const IN_A_ROW: usize = 16;
 
 /// Longest wait for a change to be live before it counts as lost.
@@ -34,15 +35,15 @@ const GOALS: [Goal; 3] = [
     Goal { key: "live_ms_100000", bound: Bound::AtMost(50.0), aim: 50.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("sites-scale");
     let most = SIZES.iter().map(|(count, _)| *count).max().context("no sizes")?;
-    let population = Population::create(setting.dir(), most)?;
+    let population = SitePopulation::create(setting.dir(), most)?;
     for round in 0..setting.rounds() {
         let mut order = SIZES;
         order.rotate_left(round % SIZES.len());
         for (count, name) in order {
-            let sites = Population { count, ..population.clone() };
+            let sites = SitePopulation { count, ..population.clone() };
             measure(&mut report, setting, &sites, round, name)
                 .with_context(|| format!("with {count} sites"))?;
         }
@@ -53,24 +54,25 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// A new node with so many sites: imported into it while it runs, then started from its store.
+/// Measures a new node with this many sites: imported into it while it runs, then started from its
+/// store.
 fn measure(
     report: &mut Report,
-    setting: &Setting,
-    sites: &Population,
+    setting: &ExperimentSetting,
+    sites: &SitePopulation,
     round: usize,
     name: &str,
 ) -> Result<()> {
     interrupt::check()?;
     let dir = format!("node-{name}-{round}");
-    let node = Node::create(&setting.program, setting.dir(), &dir, Settings::default())?;
+    let node = NagayaNode::create(&setting.program, setting.dir(), &dir, NagayaSettings::default())?;
     let (path, writer) = node.records("sites.jsonl")?;
     sites.write_records(writer)?;
     let mut first = node.serve()?;
     let import = node.import(&path)?;
     first.stop();
 
-    let probe = Probe { host: sites.host(sites.count / 2), path: "/hello.txt".into() };
+    let probe = StartProbe { host: sites.host(sites.count / 2), path: "/hello.txt".into() };
     let server = node.start(&probe)?;
     report.sample(round, "import", name, "seconds", import.as_secs_f64());
     report.sample(round, "start", name, "seconds", server.started_in.as_secs_f64());
@@ -83,18 +85,25 @@ fn measure(
     Ok(())
 }
 
-/// Time of one request on one connection, hosts spread over all sites: what grows with their number is the look-up.
-fn lookup(server: &Server, sites: &Population) -> Result<f64> {
+/// Returns the time of one request on one connection, hosts spread over all sites. The part that
+/// grows with their number is the look-up.
+fn lookup(server: &TestServer, sites: &SitePopulation) -> Result<f64> {
     let hello = HELLO.len() as u64;
-    let target = Target { hosts: sites.spread(), path: "/hello.txt".into(), body_bytes: hello..=hello };
-    let one = Load { connections: 1, duration: Duration::from_secs(1) };
+    let target = LoadTarget { hosts: sites.spread(), path: "/hello.txt".into(), body_bytes: hello..=hello };
+    let one = LoadSettings { connections: 1, duration: Duration::from_secs(1) };
     // The first second opens each host's document root.
     load::run(server.address, &target, &one)?;
     Ok(load::run(server.address, &target, &one)?.p50_ms * 1e3)
 }
 
-/// From the start of the command line's program until every new connection finds the site.
-fn change_until_live(node: &Node, server: &Server, sites: &Population, number: usize) -> Result<Duration> {
+/// Returns the time from the start of the command line's program until every new connection finds
+/// the site.
+fn change_until_live(
+    node: &NagayaNode,
+    server: &TestServer,
+    sites: &SitePopulation,
+    number: usize,
+) -> Result<Duration> {
     let host = format!("new-{number}.example");
     let (status, _) = http::get(server.address, &host, "/hello.txt")?;
     ensure!(status == 404, "{host} is already served: status {status}");

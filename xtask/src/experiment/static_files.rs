@@ -5,14 +5,15 @@
 use anyhow::Result;
 use serde_json::json;
 
-use super::{Case, HELLO, Population, Setting, interleave};
-use crate::load::Target;
+use crate::content::population::{HELLO, SitePopulation};
+use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
+use crate::load::LoadTarget;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::apache::{self, Mpm};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::nginx::{self, Form};
-use crate::server::{Probe, Server};
+use crate::server::apache::{self, ApacheMpm};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::nginx::{self, NginxForm};
+use crate::server::{StartProbe, TestServer};
 
 const SITES: usize = 100_000;
 
@@ -22,8 +23,9 @@ const SITES_LOGGED: usize = 1_000;
 const NGINX: [&str; 2] = ["nginx", "nginx-names"];
 /// A virtual host for each site: each may have its own settings, as in nagaya.
 const APACHE: [&str; 2] = ["apache-prefork", "apache-event"];
-/// All sites in one virtual host with roots computed from names (`mod_vhost_alias`): faster, and no site can have
-/// settings of its own. Under prefork, which serves it faster than event does.
+/// All sites in one virtual host with roots computed from names (`mod_vhost_alias`). It is faster,
+/// and no site can have its own settings. It runs under prefork, which serves it faster than event
+/// does.
 const APACHE_ALIAS: &str = "apache-alias";
 
 const GOALS: [Goal; 7] = [
@@ -36,20 +38,20 @@ const GOALS: [Goal; 7] = [
     Goal { key: "ratio_nginx_log", bound: Bound::AtLeast(1.15), aim: 1.5 },
 ];
 
-/// Everything that serves, kept until the end: all servers run throughout, one of them under load at a time.
-struct Field {
-    nagaya: Server,
-    nginx_blocks: Server,
-    nginx_names: Server,
-    apache: Vec<(&'static str, Server)>,
-    nagaya_logged: Server,
-    nginx_logged: Server,
+/// All servers, kept until the end: all run throughout, one of them under load at a time.
+struct FileField {
+    nagaya: TestServer,
+    nginx_blocks: TestServer,
+    nginx_names: TestServer,
+    apache: Vec<(&'static str, TestServer)>,
+    nagaya_logged: TestServer,
+    nginx_logged: TestServer,
 }
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("static");
-    let population = Population::create(setting.dir(), SITES)?;
-    let logged = Population { count: SITES_LOGGED, ..population.clone() };
+    let population = SitePopulation::create(setting.dir(), SITES)?;
+    let logged = SitePopulation { count: SITES_LOGGED, ..population.clone() };
     let field = start(setting, &population, &logged)?;
     let cases = cases(&field, &population, &logged);
     interleave(&mut report, setting, &setting.load(), &cases)?;
@@ -59,40 +61,58 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn start(setting: &Setting, population: &Population, logged: &Population) -> Result<Field> {
+fn start(
+    setting: &ExperimentSetting,
+    population: &SitePopulation,
+    logged: &SitePopulation,
+) -> Result<FileField> {
     let dir = setting.dir();
     eprintln!("starting the servers with {} sites each", population.count);
     let apache = |name: &'static str, mpm, form| -> Result<_> {
         Ok((name, apache::sites(dir, population, mpm, form)?))
     };
-    Ok(Field {
+    Ok(FileField {
         nagaya: nagaya(setting, "nagaya", population, false)?,
-        nginx_blocks: nginx::sites(&dir.join("blocks"), population, Form::Blocks, false)?,
-        nginx_names: nginx::sites(&dir.join("names"), population, Form::Names, false)?,
+        nginx_blocks: nginx::sites(&dir.join("blocks"), population, NginxForm::Blocks, false)?,
+        nginx_names: nginx::sites(&dir.join("names"), population, NginxForm::Names, false)?,
         apache: vec![
-            apache(APACHE[0], Mpm::Prefork, apache::Form::VirtualHosts)?,
-            apache(APACHE[1], Mpm::Event, apache::Form::VirtualHosts)?,
-            apache(APACHE_ALIAS, Mpm::Prefork, apache::Form::Alias)?,
+            apache(APACHE[0], ApacheMpm::Prefork, apache::ApacheForm::VirtualHosts)?,
+            apache(APACHE[1], ApacheMpm::Event, apache::ApacheForm::VirtualHosts)?,
+            apache(APACHE_ALIAS, ApacheMpm::Prefork, apache::ApacheForm::Alias)?,
         ],
         nagaya_logged: nagaya(setting, "nagaya-logged", logged, true)?,
-        nginx_logged: nginx::sites(&dir.join("logged"), logged, Form::Blocks, true)?,
+        nginx_logged: nginx::sites(&dir.join("logged"), logged, NginxForm::Blocks, true)?,
     })
 }
 
-/// A node with the population, imported before it starts.
-fn nagaya(setting: &Setting, name: &str, population: &Population, log: bool) -> Result<Server> {
-    let node = Node::create(&setting.program, setting.dir(), name, Settings { log, ..Settings::default() })?;
+/// Starts a node with the population, imported before it starts.
+fn nagaya(
+    setting: &ExperimentSetting,
+    name: &str,
+    population: &SitePopulation,
+    log: bool,
+) -> Result<TestServer> {
+    let node = NagayaNode::create(
+        &setting.program,
+        setting.dir(),
+        name,
+        NagayaSettings { log, ..NagayaSettings::default() },
+    )?;
     let (path, writer) = node.records("sites.jsonl")?;
     population.write_records(writer)?;
     node.import(&path)?;
-    node.start(&Probe { host: population.host(population.count / 2), path: "/hello.txt".into() })
+    node.start(&StartProbe { host: population.host(population.count / 2), path: "/hello.txt".into() })
 }
 
-fn cases<'f>(field: &'f Field, population: &Population, logged: &Population) -> Vec<Case<'f>> {
+fn cases<'f>(
+    field: &'f FileField,
+    population: &SitePopulation,
+    logged: &SitePopulation,
+) -> Vec<ExperimentCase<'f>> {
     let target =
-        |hosts, path: &str, bytes: u64| Target { hosts, path: path.into(), body_bytes: bytes..=bytes };
-    // In the middle of the population: Apache compares names one after the other, so that the first site would
-    // flatter it and the last one would wrong it.
+        |hosts, path: &str, bytes: u64| LoadTarget { hosts, path: path.into(), body_bytes: bytes..=bytes };
+    // From the middle of the population: Apache compares names one after the other. So the first
+    // site would be too fast and the last one too slow.
     let one = || vec![population.host(population.count / 2)];
     let hello = HELLO.len() as u64;
     let mut all =
@@ -103,11 +123,15 @@ fn cases<'f>(field: &'f Field, population: &Population, logged: &Population) -> 
         vec![("nagaya", &field.nagaya), ("nginx", &field.nginx_blocks), (APACHE_ALIAS, &field.apache[2].1)];
     let logs = vec![("nagaya", &field.nagaya_logged), ("nginx", &field.nginx_logged)];
     vec![
-        Case { name: "hello", target: target(one(), "/hello.txt", hello), servers: all },
-        Case { name: "64k", target: target(one(), "/64k.bin", 64 << 10), servers: large.clone() },
-        Case { name: "1m", target: target(one(), "/1m.bin", 1 << 20), servers: large },
-        Case { name: "spread", target: target(population.spread(), "/hello.txt", hello), servers: spread },
-        Case {
+        ExperimentCase { name: "hello", target: target(one(), "/hello.txt", hello), servers: all },
+        ExperimentCase { name: "64k", target: target(one(), "/64k.bin", 64 << 10), servers: large.clone() },
+        ExperimentCase { name: "1m", target: target(one(), "/1m.bin", 1 << 20), servers: large },
+        ExperimentCase {
+            name: "spread",
+            target: target(population.spread(), "/hello.txt", hello),
+            servers: spread,
+        },
+        ExperimentCase {
             name: "log",
             target: target(vec![logged.host(logged.count / 2)], "/hello.txt", hello),
             servers: logs,
@@ -115,7 +139,7 @@ fn cases<'f>(field: &'f Field, population: &Population, logged: &Population) -> 
     ]
 }
 
-fn summarise(report: &mut Report, field: &Field) -> Result<()> {
+fn summarise(report: &mut Report, field: &FileField) -> Result<()> {
     let nginx = report.best("hello", &NGINX, "rps")?;
     let apache = report.best("hello", &APACHE, "rps")?;
     report.note("nginx_rps and ratio_nginx are of", json!(nginx));

@@ -1,6 +1,6 @@
 //! QEMU: the guest is started, read to its end, and never outlives this program.
 //!
-//! Not here: what is on its disks (`root`, `initramfs`).
+//! Not here: the content of its disks (`root`, `initramfs`).
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -13,46 +13,47 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::fs::{Access, access};
 
-/// With KVM a kernel is up in less than a second. There are machines whose /dev/kvm makes virtual machines that never
-/// begin to run.
+/// With KVM a kernel is up in less than a second. On some machines /dev/kvm makes virtual machines
+/// that never start to run.
 const KVM_UP_MAX: Duration = Duration::from_secs(5);
 
-/// An emulated processor takes two seconds, and its emulator may have to wait for a real one.
+/// An emulated CPU takes two seconds, and its emulator may have to wait for a real one.
 const EMULATED_UP_MAX: Duration = Duration::from_secs(120);
 
-/// How fast the guest is, by kind of acceleration.
+/// Options of the CPU, by kind of acceleration.
 const KVM: &[&str] = &["-accel", "kvm", "-smp", "2"];
 
-/// Several emulated processors would take turns, and wait for each other most of the time.
+/// Several emulated CPUs would take turns, and wait for each other most of the time.
 const EMULATED: &[&str] = &["-accel", "tcg", "-smp", "1"];
 
 /// Lines of the console that are not read yet.
 const LINES_MAX: usize = 1_000;
 
-/// It has an HPET, against which the kernel can measure the time stamp counter even when this machine is busy. QEMU's
-/// smaller `microvm` has only timers that a busy emulator is late for; its kernel then hangs at the start.
+/// It has an HPET, against which the kernel can measure the time stamp counter even when this
+/// machine is busy. QEMU's smaller `microvm` has only timers for which a busy emulator is late; its
+/// kernel then hangs at the start.
 const MACHINE: &str = "q35,usb=off";
 
-/// The kernel prints to the console only what it dies of, and ends the machine with that. It need not doubt its time stamp
-/// counter, for which it would take the slower HPET.
-const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=1 tsc=reliable reboot=t panic=-1";
+/// The kernel prints only fatal errors to the console, and ends the machine with them. It trusts
+/// its time stamp counter: otherwise it would take the slower HPET.
+const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=1 tsc=reliable reboot=t panic=-1 mitigations=off";
 
-/// What the guest's scripts say of themselves: that there is a system, and how the tests ended.
+/// Messages of the guest's scripts: the system is up, and the tests' exit status.
 const UP: &str = "guest: up";
 const STATUS: &str = "guest: status ";
 
-/// The time that passes with each instruction of an emulated processor, whatever else the machine does meanwhile: what is
-/// read of time and limits is not blurred by how busy that is.
+/// The time that passes with each instruction of an emulated CPU, whatever else the machine does.
+/// So the load of the machine does not blur measured times and limits.
 #[derive(Debug, Clone, Copy)]
-pub enum Instruction {
-    /// QEMU's shortest, and still slower than a real processor.
+pub enum InstructionTime {
+    /// QEMU's shortest, and still slower than a real CPU.
     Nanosecond,
-    /// What keeps the processor busy for a given time is over twice as soon on the real one.
+    /// Work that takes a given time here takes less than half of it on a real CPU.
     TwoNanoseconds,
 }
 
-impl Instruction {
-    /// QEMU's word: the power of two.
+impl InstructionTime {
+    /// Returns QEMU's word: the power of two.
     fn icount(self) -> &'static str {
         match self {
             Self::Nanosecond => "shift=0",
@@ -61,27 +62,28 @@ impl Instruction {
     }
 }
 
-pub struct Machine {
+pub struct GuestMachine {
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
     /// MiB.
     pub memory: u32,
-    /// An emulated processor's.
-    pub instruction: Instruction,
-    /// `/dev/vda`. What the guest writes to it is gone with the guest.
+    /// For an emulated CPU.
+    pub instruction: InstructionTime,
+    /// `/dev/vda`. The guest's writes to it end with the guest.
     pub root: PathBuf,
     /// `/dev/vdb`, read-only.
     pub tests: PathBuf,
 }
 
 /// The running QEMU.
-struct Guest {
+struct RunningGuest {
     child: Child,
     lines: Receiver<String>,
 }
 
-impl Machine {
-    /// Runs the guest to its end and returns the tests' exit status. Every line they print is given to `each`.
+impl GuestMachine {
+    /// Runs the guest to its end and returns the tests' exit status. Every line they print is
+    /// passed to `each`.
     pub fn run(&self, limit: Duration, mut each: impl FnMut(&str)) -> Result<i32> {
         let begun = Instant::now();
         let guest = self.start()?;
@@ -100,7 +102,7 @@ impl Machine {
     }
 
     /// Starts it where it runs fastest, and returns once it is up.
-    fn start(&self) -> Result<Guest> {
+    fn start(&self) -> Result<RunningGuest> {
         if let Some(guest) = self.start_with_kvm()? {
             println!("guest: it runs with KVM");
             return Ok(guest);
@@ -112,13 +114,14 @@ impl Machine {
         Ok(guest)
     }
 
-    /// Whether its clock is its own: then it does not matter to it what else this machine does. KVM is tried for that.
+    /// Returns whether its clock is its own, so that the load of this machine does not affect it.
+    /// KVM is tried for that.
     pub fn is_emulated(&self) -> Result<bool> {
         Ok(self.start_with_kvm()?.is_none())
     }
 
-    /// None: there is no KVM that works.
-    fn start_with_kvm(&self) -> Result<Option<Guest>> {
+    /// Starts it with KVM. `None` if no KVM works.
+    fn start_with_kvm(&self) -> Result<Option<RunningGuest>> {
         static FAILS: AtomicBool = AtomicBool::new(false);
         let is_there = access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok();
         if !is_there || FAILS.load(Ordering::Relaxed) {
@@ -132,11 +135,11 @@ impl Machine {
         Ok(None)
     }
 
-    fn start_with(&self, speed: &[&str]) -> Result<Guest> {
-        // Whatever ends this program ends the guest too.
+    fn start_with(&self, speed: &[&str]) -> Result<RunningGuest> {
+        // The end of this program always ends the guest, too.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"])
-            .args(["-machine", MACHINE, "-cpu", "max", "-m", &self.memory.to_string()])
+            .args(["-machine", MACHINE, "-cpu", "max,la57=off", "-m", &self.memory.to_string()])
             .args(speed)
             .args(["-no-user-config", "-nodefaults", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio", "-append", KERNEL_WORDS])
@@ -163,7 +166,7 @@ impl Machine {
                 }
             }
         });
-        Ok(Guest { child, lines })
+        Ok(RunningGuest { child, lines })
     }
 }
 
@@ -173,8 +176,8 @@ fn drive(id: &str, file: &std::path::Path, how: &str) -> String {
     format!("if=none,format=raw,cache=unsafe,id={id},{how},file={file}")
 }
 
-impl Guest {
-    /// Whether its first process speaks within this time.
+impl RunningGuest {
+    /// Returns whether its first process speaks within this time.
     fn is_up(&self, limit: Duration) -> bool {
         let begun = Instant::now();
         while let Ok(line) = self.lines.recv_timeout(limit.saturating_sub(begun.elapsed())) {
@@ -188,7 +191,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for RunningGuest {
     fn drop(&mut self) {
         // It may have ended by itself; only waiting for it matters then.
         let _ = self.child.kill();

@@ -1,8 +1,9 @@
-//! `./dev guest --experiment NAME`: an experiment on Debian's own kernel, with nothing else on the machine.
+//! `./dev guest --experiment NAME`: an experiment on Debian's own kernel, with nothing else on the
+//! machine.
 //!
-//! Where the guest's processor is emulated its clock goes with its instructions: what the machine around it does, which a
-//! tail of times is full of, is not in them. Times are those of a slow processor then; ratios and counts are what can be compared.
-//! Not here: the experiments.
+//! If the guest's CPU is emulated, its clock follows its instructions. Then the load of the machine
+//! around it, which dominates a tail of times, has no effect. Times are those of a slow CPU then;
+//! ratios and counts can be compared. Not here: the experiments.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,16 +12,18 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::boot::Instruction;
-use super::{CRIU, Fitting, Job, RUN, machine};
-use crate::experiment::Asked;
+use super::boot::InstructionTime;
+use super::job::{CRIU, GuestFitting, GuestJob, RUN};
+use super::machine::machine;
+use crate::experiment::registry::ExperimentArgs;
 use crate::workspace;
 
-/// Those whose servers and applications the guest has.
+/// Experiments whose servers and applications the guest has.
 const THERE: [&str; 1] = ["rest-cost"];
 
-/// Memory and room are for two hundred Django applications that run, and their images. Compressed memory is what *reclaimed* needs.
-const FOR_EXPERIMENTS: Fitting = Fitting {
+/// Memory and room are for two hundred running Django applications, and their images. *reclaimed*
+/// needs compressed memory.
+const FOR_EXPERIMENTS: GuestFitting = GuestFitting {
     name: "experiments",
     packages: &[
         "curl",
@@ -37,24 +40,24 @@ const FOR_EXPERIMENTS: Fitting = Fitting {
     ],
     room: 16_384,
     memory: 16_384,
-    instruction: Instruction::Nanosecond,
+    instruction: InstructionTime::Nanosecond,
     modules: &["lzo_rle", "zram"],
     script: RUN,
     limit: Duration::from_secs(4 * 3600),
 };
 
-/// Before each line of a result on the console, then the file's name.
+/// Prefix of each line of a result on the console, followed by the file's name.
 const RESULT: &str = "result ";
 
 /// `NAME [--quick] [--program FILE] --out DIR`.
 pub fn run(arguments: &[String], kernel: Option<PathBuf>) -> Result<()> {
-    let asked = Asked::read(arguments)?;
+    let asked = ExperimentArgs::read(arguments)?;
     let name = &asked.name;
     ensure!(THERE.contains(&name.as_str()), "in the guest there is no '{name}': use {}", THERE.join(", "));
     let words = [name.clone()].into_iter().chain(asked.quick.then(|| "--quick".into())).collect();
-    let job = Job { kernel, ..job(asked.program()?, words)? };
+    let job = GuestJob { kernel, ..job(asked.program()?, words)? };
     let dir = tempfile::tempdir().context("making a directory")?;
-    let mut results = Results::default();
+    let mut results = GuestResults::default();
     let status = machine(&job, dir.path())?.run(job.fitting.limit, |line| {
         if !results.read(line) {
             println!("guest: {line}");
@@ -66,11 +69,11 @@ pub fn run(arguments: &[String], kernel: Option<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-fn job(nagaya: PathBuf, words: Vec<String>) -> Result<Job> {
+fn job(nagaya: PathBuf, words: Vec<String>) -> Result<GuestJob> {
     let checkout = workspace::root();
     let criu = Path::new(CRIU);
     ensure!(criu.is_dir(), "there is no {CRIU}, which the guest is to get: './dev setup criu' makes it");
-    Ok(Job {
+    Ok(GuestJob {
         fitting: &FOR_EXPERIMENTS,
         kernel: None,
         program: checkout.join("xtask/src/guest/experiment.sh"),
@@ -85,12 +88,12 @@ fn job(nagaya: PathBuf, words: Vec<String>) -> Result<Job> {
     })
 }
 
-/// Files, as lines that came over the console.
+/// Files, as lines from the console.
 #[derive(Default)]
-struct Results(BTreeMap<String, String>);
+struct GuestResults(BTreeMap<String, String>);
 
-impl Results {
-    /// Whether the line is one of a file.
+impl GuestResults {
+    /// Returns whether the line belongs to a file.
     fn read(&mut self, line: &str) -> bool {
         let Some((name, text)) = line.strip_prefix(RESULT).and_then(|rest| rest.split_once(' ')) else {
             return false;
@@ -101,7 +104,7 @@ impl Results {
         true
     }
 
-    /// The guest's programs name the files: none leaves the directory.
+    /// Writes the files. The guest's programs name them, and none leaves the directory.
     fn write(&self, out: &Path) -> Result<()> {
         fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
         for (name, content) in &self.0 {
@@ -118,7 +121,7 @@ mod tests {
 
     #[test]
     fn lines_of_results_become_files_and_others_stay_lines() {
-        let mut results = Results::default();
+        let mut results = GuestResults::default();
         let lines = ["round 1 of 3 done", "result a.csv x,y", "result b.json {", "result a.csv ", "result"];
         let read: Vec<bool> = lines.iter().map(|line| results.read(line)).collect();
         assert_eq!(read, [false, true, true, true, false]);
@@ -129,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_has_not_is_refused_before_it_starts() {
+    fn experiment_unknown_to_the_guest_is_refused_before_it_starts() {
         for arguments in [&["static", "--out", "x"][..], &[], &["rest-cost"], &["rest-cost", "--out"]] {
             let arguments: Vec<String> = arguments.iter().map(|word| (*word).into()).collect();
             assert!(run(&arguments, None).is_err(), "{arguments:?}");

@@ -1,7 +1,8 @@
-//! The guest's initial RAM disk: busybox, modules and a script, as the archive that the kernel unpacks.
+//! The guest's initial RAM disk: busybox, modules and a script, as the archive that the kernel
+//! unpacks.
 //!
-//! The format is `newc` of Documentation/driver-api/early-userspace/buffer-format.rst. Not here: what comes after it
-//! (`root`).
+//! The format is `newc` of Documentation/driver-api/early-userspace/buffer-format.rst. Not here:
+//! the later root file system (`root`).
 
 use std::fs;
 use std::io::Write as _;
@@ -9,15 +10,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use super::kernel::Kernel;
+use super::kernel::GuestKernel;
 use crate::content;
 
 const DIRECTORY: u32 = 0o040_755;
 const PROGRAM: u32 = 0o100_755;
 
-/// Writes the archive into `dir` and says where it is.
-pub fn write(kernel: &Kernel, dir: &Path) -> Result<PathBuf> {
-    // Unpacked and not installed: it would take the place of Debian's other package of busybox.
+/// Writes the archive into `dir` and returns its path.
+pub fn write(kernel: &GuestKernel, dir: &Path) -> Result<PathBuf> {
+    // Unpacked and not installed: it would replace Debian's other package of busybox.
     let tree = content::packages(&["busybox-static".into()])?;
     let busybox = ["bin/busybox", "usr/bin/busybox"].map(|path| tree.join(path));
     let busybox = busybox.iter().find(|path| path.is_file()).context("busybox-static brought no busybox")?;
@@ -39,7 +40,7 @@ pub fn write(kernel: &Kernel, dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// One file: its header, its name and its content, the latter two padded to four bytes.
+/// Adds one file: its header, its name and its content, the latter two padded to four bytes.
 fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) -> Result<()> {
     let size = u32::try_from(content.len()).with_context(|| format!("{name} is too large"))?;
     let name_size = u32::try_from(name.len() + 1).context("a name is too long")?;

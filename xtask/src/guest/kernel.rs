@@ -1,4 +1,5 @@
-//! Debian's kernel for virtual machines, unpacked and not installed, and the modules that its disks and the tests need.
+//! Debian's kernel for virtual machines, unpacked and not installed, and the modules for its disks
+//! and the tests.
 //!
 //! Not here: starting it (`boot`).
 
@@ -15,21 +16,22 @@ use crate::workspace;
 /// Depends on the newest kernel of the release.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// What the guest's disks need, and what tells the keeper who holds the other end of a Unix socket, where the kernel does not have
-/// it built in. A machine loads the latter by itself when it is asked.
+/// Modules of the guest's disks, and the one that reports the other end of a Unix socket to the
+/// keeper. The kernel may have them built in. A machine loads the last one by itself on demand.
 const MODULES: [&str; 3] = ["virtio_pci", "virtio_blk", "unix_diag"];
 
-/// Directories of modules are this deep at most: `drivers/net/ethernet/VENDOR/CHIP`.
+/// Deepest level of module directories: `drivers/net/ethernet/VENDOR/CHIP`.
 const DEPTH_MAX: usize = 12;
 
-pub struct Kernel {
+pub struct GuestKernel {
     pub image: PathBuf,
     /// Uncompressed, with their names, in the order in which they can be loaded.
     pub modules: Vec<(String, Vec<u8>)>,
 }
 
-/// The kernel of a package that somebody unpacked, else of this release, and these modules besides those that each guest needs.
-pub fn obtain(unpacked: Option<&Path>, others: &[&str]) -> Result<Kernel> {
+/// Returns the kernel of an unpacked package, otherwise of this release. These modules are added to
+/// those of each guest.
+pub fn obtain(unpacked: Option<&Path>, others: &[&str]) -> Result<GuestKernel> {
     let tree = match unpacked {
         Some(tree) => tree.to_path_buf(),
         None => own_release()?,
@@ -47,10 +49,10 @@ pub fn obtain(unpacked: Option<&Path>, others: &[&str]) -> Result<Kernel> {
     for name in MODULES.iter().chain(others) {
         add(name, &files, &mut ordered)?;
     }
-    Ok(Kernel { image, modules: ordered })
+    Ok(GuestKernel { image, modules: ordered })
 }
 
-/// Where this release's newest is unpacked, or one that was its newest once.
+/// Returns where this release's newest is unpacked, or an earlier newest one.
 fn own_release() -> Result<PathBuf> {
     let tree = workspace::cache_dir().join("packages");
     if newest_image(&tree).is_none() {
@@ -70,7 +72,8 @@ fn newest_image(tree: &Path) -> Option<PathBuf> {
     images.max_by_key(|path| fs::metadata(path).and_then(|file| file.modified()).ok())
 }
 
-/// The package with the kernel itself. Without package lists none is known; then they are fetched.
+/// Returns the package of the kernel itself. Without package lists it is unknown; then they are
+/// fetched.
 fn dependency() -> Result<Vec<String>> {
     let find = || content::libraries(PACKAGE, &["linux-image-"]);
     let mut found = find()?;
@@ -82,7 +85,7 @@ fn dependency() -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// All modules by their names; files write `-` where names have `_`.
+/// Lists all modules by their names; files write `-` where names have `_`.
 fn list(dir: &Path, files: &mut HashMap<String, PathBuf>, depth: usize) -> Result<()> {
     ensure!(depth > 0, "{} lies too deep", dir.display());
     for entry in fs::read_dir(dir).with_context(|| format!("reading {}", dir.display()))? {
@@ -96,7 +99,7 @@ fn list(dir: &Path, files: &mut HashMap<String, PathBuf>, depth: usize) -> Resul
     Ok(())
 }
 
-/// A module after those it depends on. One that is no file is part of the kernel.
+/// Adds a module after its dependencies. A dependency without a file is part of the kernel.
 fn add(name: &str, files: &HashMap<String, PathBuf>, ordered: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let Some(path) = files.get(name) else { return Ok(()) };
     if ordered.iter().any(|(have, _)| have == name) {
@@ -122,7 +125,7 @@ fn uncompressed(path: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// The entry `depends=` of a module's `.modinfo`: names with commas between them.
+/// Returns the entry `depends=` of a module's `.modinfo`: names with commas between them.
 fn dependencies(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(at) = module.windows(KEY.len()).position(|window| window == KEY) else { return Vec::new() };

@@ -1,8 +1,9 @@
-//! The guest's root file system: an ext4 disk with the essential packages and those the tests need, as they are
-//! installed on this machine, with all they depend on.
+//! The guest's root file system: an ext4 disk with the essential packages and those of the tests.
+//! They are as installed on this machine, with all dependencies.
 //!
-//! Copies of installed files instead of fresh packages: no second list of versions, no network, and the test programs
-//! find the C library they were linked with. Not here: what is mounted over it (`run.sh`).
+//! It has copies of installed files instead of fresh packages. So there is no second list of
+//! versions and no network. The test programs find the C library to which they were linked. Not
+//! here: the mounts over it (`run.sh`).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -13,11 +14,11 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::Fitting;
+use super::job::GuestFitting;
 use crate::content;
 use crate::workspace;
 
-/// Where the disk with the test programs is mounted.
+/// Mount point of the disk with the test programs.
 pub const TESTS: &str = "/tests";
 
 /// Free space on a disk that is only read, MiB.
@@ -42,17 +43,17 @@ const MADE: [&str; 8] = [
     "/usr/local/sbin",
 ];
 
-/// Links from the days of two directories (usrmerge), and places that every machine has.
+/// Links from the time of two directories (usrmerge), and places that every machine has.
 const LINKS: [(&str, &str); 4] =
     [("bin", "usr/bin"), ("lib", "usr/lib"), ("lib64", "usr/lib64"), ("sbin", "usr/sbin")];
 const PLACES: [&str; 7] = ["dev", "proc", "root", "run", "sys", "tests", "tmp"];
 
-/// An image with the packages of this fitting, made anew only if one of them has changed.
-pub fn image(fitting: &Fitting) -> Result<PathBuf> {
+/// Returns an image with these packages, made again only if one of them has changed.
+pub fn image(fitting: &GuestFitting) -> Result<PathBuf> {
     let dir = workspace::cache_dir().join("guest");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     let [image, list] = ["ext4", "list"].map(|ending| dir.join(fitting.name).with_extension(ending));
-    let closure = Installed::read()?.closure(fitting.packages)?;
+    let closure = InstalledPackages::read()?.closure(fitting.packages)?;
     let mut content: String = closure.iter().map(|(name, version)| format!("{name} {version}\n")).collect();
     content.push_str(&format!("format {FORMAT}\n"));
     if image.is_file() && fs::read_to_string(&list).is_ok_and(|made| made == content) {
@@ -61,14 +62,14 @@ pub fn image(fitting: &Fitting) -> Result<PathBuf> {
     println!("making the guest's root file system of {} packages", closure.len());
     let tree = tempfile::tempdir().context("making a directory")?;
     fill(tree.path(), closure.keys().map(String::as_str))?;
-    // A list without its image, never an image without its list: a broken run is repeated.
+    // Never an image without its list: an interrupted run is repeated.
     let _ = fs::remove_file(&list);
     make_disk(tree.path(), &image, fitting.room)?;
     fs::write(&list, content).with_context(|| format!("writing {}", list.display()))?;
     Ok(image)
 }
 
-/// An ext4 file system with the content of `tree`, owners and modes included, and `room` MiB.
+/// Makes an ext4 file system with the content of `tree`, owners and modes included, and `room` MiB.
 pub fn make_disk(tree: &Path, disk: &Path, room: u64) -> Result<()> {
     let output = Command::new("du").args(["--summarize", "--block-size=1M"]).arg(tree).output();
     let output = output.context("running du")?;
@@ -77,10 +78,10 @@ pub fn make_disk(tree: &Path, disk: &Path, room: u64) -> Result<()> {
         .next()
         .and_then(|number| number.parse().ok())
         .with_context(|| format!("the size of {}", tree.display()))?;
-    // A file of the wrong size from an earlier run would be taken as it is.
+    // A file of the wrong size from an earlier run would be used as it is.
     let _ = fs::remove_file(disk);
-    // Inodes and journal are on top of it. The tables are written now: the guest's kernel would do it in the
-    // background, beside the tests.
+    // Inodes and journal are on top of it. The tables are written now: otherwise the guest's kernel
+    // would do it in the background, beside the tests.
     let size = used + used / 4 + room + 32;
     content::run(
         Command::new("mkfs.ext4")
@@ -103,7 +104,7 @@ fn fill<'a>(tree: &Path, packages: impl Iterator<Item = &'a str>) -> Result<()> 
     let tmp = tree.join("tmp");
     fs::set_permissions(&tmp, fs::Permissions::from_mode(0o1777)).context("opening /tmp")?;
     let mut files = listed(packages)?;
-    // Made at installation, too; where Python may not write it would compile anew at each start.
+    // Made at installation, too; if Python cannot write it, it would compile again at each start.
     let compiled: Vec<String> = files.iter().map(|path| format!("{path}/__pycache__")).collect();
     files.extend(alternatives()?);
     copy(&files, tree, false)?;
@@ -113,8 +114,8 @@ fn fill<'a>(tree: &Path, packages: impl Iterator<Item = &'a str>) -> Result<()> 
     choose_alternatives(tree)
 }
 
-/// Where this machine has chosen a program that the guest has not, such as a `gawk` beside Debian's own `awk`, the guest takes one
-/// that it has.
+/// Chooses alternatives. This machine may have chosen a program that the guest lacks, such as a
+/// `gawk` beside Debian's own `awk`. The guest then uses one that it has.
 fn choose_alternatives(tree: &Path) -> Result<()> {
     let choices = tree.join("etc/alternatives");
     let inside = |path: &Path| tree.join(path.strip_prefix("/").unwrap_or(path));
@@ -124,7 +125,7 @@ fn choose_alternatives(tree: &Path) -> Result<()> {
             continue;
         }
         let all = Command::new("update-alternatives").arg("--list").arg(choice.file_name()).output();
-        // What goes along with another choice, as manuals do, has no list of its own.
+        // An alternative that follows another choice, as manuals do, has no list of its own.
         let all = all.context("running update-alternatives")?.stdout;
         let all = String::from_utf8_lossy(&all);
         let Some(other) = all.lines().map(Path::new).find(|path| inside(path).exists()) else { continue };
@@ -134,7 +135,8 @@ fn choose_alternatives(tree: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files of packages, as far as they are here: administrators and images leave documentation out.
+/// Returns the files of packages that exist here: administrators and images leave documentation
+/// out.
 fn listed<'a>(packages: impl Iterator<Item = &'a str>) -> Result<Vec<String>> {
     let output = Command::new("dpkg-query").arg("--listfiles").args(packages).output();
     let output = output.context("running dpkg-query")?;
@@ -158,7 +160,8 @@ fn listed<'a>(packages: impl Iterator<Item = &'a str>) -> Result<Vec<String>> {
     Ok(files)
 }
 
-/// Links through which Debian chooses between programs for one job, such as `/usr/bin/php-cgi`.
+/// Returns the links with which Debian chooses between programs for one job, such as
+/// `/usr/bin/php-cgi`.
 fn alternatives() -> Result<Vec<String>> {
     let mut links = Vec::new();
     for dir in ["/usr/bin", "/usr/sbin"] {
@@ -172,7 +175,7 @@ fn alternatives() -> Result<Vec<String>> {
     Ok(links)
 }
 
-/// Copies these paths of the machine into the tree: each alone, or with all beneath it.
+/// Copies these paths of the machine into the tree: each alone, or with all below it.
 fn copy(paths: &[String], tree: &Path, whole: bool) -> Result<()> {
     let depth = if whole { "--recursion" } else { "--no-recursion" };
     let mut pack = Command::new("tar")
@@ -208,21 +211,21 @@ fn copy(paths: &[String], tree: &Path, whole: bool) -> Result<()> {
     Ok(())
 }
 
-/// What dpkg says of the packages that are installed.
-struct Installed {
-    packages: HashMap<String, Package>,
-    /// Names that a package stands in for, and its own.
+/// dpkg's data on the installed packages.
+struct InstalledPackages {
+    packages: HashMap<String, RootPackage>,
+    /// Names that a package provides, and its own.
     provided: HashMap<String, String>,
 }
 
-struct Package {
+struct RootPackage {
     version: String,
     is_essential: bool,
-    /// For each dependency the names that would do.
+    /// For each dependency the acceptable names.
     depends: Vec<Vec<String>>,
 }
 
-impl Installed {
+impl InstalledPackages {
     fn read() -> Result<Self> {
         let format = "${db:Status-Status}\t${Package}\t${Version}\t${Essential}\t${Provides}\t${Pre-Depends}, ${Depends}\n";
         let output = Command::new("dpkg-query").args(["--show", &format!("--showformat={format}")]).output();
@@ -239,7 +242,7 @@ impl Installed {
             for provided in names(provides).into_iter().flatten() {
                 found.provided.insert(provided, name.into());
             }
-            let package = Package {
+            let package = RootPackage {
                 version: version.into(),
                 is_essential: essential == "yes",
                 depends: names(depends),
@@ -249,7 +252,7 @@ impl Installed {
         found
     }
 
-    /// The wanted and the essential packages with all they depend on, and their versions.
+    /// Returns the wanted and the essential packages with all dependencies, and their versions.
     fn closure(&self, wanted: &[&str]) -> Result<BTreeMap<String, String>> {
         let essential = self.packages.iter().filter(|(_, package)| package.is_essential);
         let mut open: Vec<String> = essential.map(|(name, _)| name.clone()).collect();
@@ -271,13 +274,13 @@ impl Installed {
         Ok(closure)
     }
 
-    /// The installed package that goes by this name.
+    /// Returns the installed package that provides this name.
     fn real_name(&self, name: &str) -> Option<String> {
         if self.packages.contains_key(name) { Some(name.into()) } else { self.provided.get(name).cloned() }
     }
 }
 
-/// Names of a field like `a (>= 1) | b, c:any`, without versions and architectures.
+/// Returns the names of a field such as `a (>= 1) | b, c:any`, without versions and architectures.
 fn names(field: &str) -> Vec<Vec<String>> {
     let name = |text: &str| text.split([' ', '(', ':']).find(|word| !word.is_empty()).map(String::from);
     field
@@ -293,7 +296,7 @@ mod tests {
 
     #[test]
     fn packages_come_with_what_they_depend_on() {
-        let installed = Installed::parse(
+        let installed = InstalledPackages::parse(
             "installed\tbase\t1\tyes\t\t, libc6\n\
              installed\tlibc6\t2\t\t\t, \n\
              installed\tphp-cgi\t3\t\t\t, php8-cgi | php7-cgi, ucf (>= 1)\n\

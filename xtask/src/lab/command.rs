@@ -1,6 +1,6 @@
 //! `./dev cluster`: a lab from the command line, for people and for tests.
 //!
-//! Not here: what the words do (`Lab`).
+//! Not here: the effect of the words (`Lab`).
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Fault, Lab, PROBE, Plan, guard};
+use super::guard;
+use super::network::WireFault;
+use super::running::{Lab, LabPlan, PROBE, SHARED};
 use crate::{interrupt, workspace};
 
 const USAGE: &str = "\
@@ -36,21 +38,21 @@ usage: ./dev cluster VERB [--name NAME | --dir DIR]
   down                 ends everything; nothing is left
 ";
 
-/// A lab without a name.
+/// Name of a lab without one.
 const NAME: &str = "main";
 
 const FENCE_MS: u32 = 300;
 
-/// How often an attached lab looks whether it was interrupted, or taken down.
+/// Interval at which an attached lab checks for an interrupt, or for its removal.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// What a command line says, in whichever order.
+/// Words of a command line, in any order.
 #[derive(Debug, Default)]
-struct Words {
+struct LabArgs {
     plain: Vec<String>,
     options: Vec<(String, String)>,
     flags: Vec<String>,
-    /// What follows `--`.
+    /// Words after `--`.
     command: Vec<String>,
 }
 
@@ -69,7 +71,7 @@ const OPTIONS: [&str; 11] = [
 ];
 const FLAGS: [&str; 4] = ["--no-join", "--attached", "--json", "--store"];
 
-impl Words {
+impl LabArgs {
     fn read(arguments: &[String]) -> Result<Self> {
         let mut words = Self::default();
         let mut rest = arguments.iter();
@@ -116,7 +118,7 @@ impl Words {
         Lab::open(&self.dir()?)
     }
 
-    /// The only word after the verb.
+    /// Returns the only word after the verb.
     fn one(&self, what: &str) -> Result<&str> {
         match &self.plain[..] {
             [one] => Ok(one),
@@ -127,7 +129,7 @@ impl Words {
 
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let (verb, rest) = arguments.split_first().with_context(|| USAGE.to_owned())?;
-    let words = Words::read(rest)?;
+    let words = LabArgs::read(rest)?;
     let machine = || words.one("machine");
     match verb.as_str() {
         guard::VERB => guard::watch(Path::new(words.one("lab's directory")?))?,
@@ -149,7 +151,7 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn up(words: &Words) -> Result<()> {
+fn up(words: &LabArgs) -> Result<()> {
     let nodes = words.one("number of nodes")?;
     let tables =
         words.option("--tables").map(|file| std::fs::read_to_string(file).with_context(|| file.to_owned()));
@@ -158,7 +160,7 @@ fn up(words: &Words) -> Result<()> {
         Some(program) => std::path::absolute(program).context("the program")?,
         None => workspace::build_nagaya(workspace::Build::Shipped)?,
     };
-    let lab = Lab::up(&Plan {
+    let lab = Lab::up(&LabPlan {
         nodes: nodes.parse().with_context(|| format!("'{nodes}' is not a number of nodes"))?,
         stores: words.number("--etcd")?.unwrap_or(3),
         fence_ms: words.number("--fence")?.unwrap_or(FENCE_MS),
@@ -176,7 +178,7 @@ fn up(words: &Words) -> Result<()> {
         }
         return lab.keep();
     }
-    // Whoever reads this waits for it.
+    // The reader waits for it.
     std::io::stdout().flush().context("telling that the lab is there")?;
     let input = std::thread::spawn(|| std::io::stdin().read_to_end(&mut Vec::new()));
     while !input.is_finished() && lab.exists() && !interrupt::wait(LOOK_EVERY) {}
@@ -185,7 +187,7 @@ fn up(words: &Words) -> Result<()> {
 
 fn hint(tag: &str, dir: &Path) -> String {
     let name = if tag == NAME { String::new() } else { format!(" --name {tag}") };
-    let shared = dir.join(super::SHARED);
+    let shared = dir.join(SHARED);
     format!(
         "\nwhat sites are made of belongs into {}, which all nodes see\n\
          ask as a client:  sudo ./dev cluster in clients{name} -- curl -si -H 'Host: NAME' http://10.99.0.1/\n\
@@ -214,29 +216,29 @@ fn show(lab: &Lab, is_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn fault(words: &Words) -> Result<Fault> {
+fn fault(words: &LabArgs) -> Result<WireFault> {
     let (way, slow, loss) = (words.option("--one-way"), words.number("--slow")?, words.number("--loss")?);
     let fault = match (way, slow, loss, words.has("--store")) {
-        (None, None, None, false) => Fault::Silent,
-        (None, None, None, true) => Fault::Storeless,
-        (Some("in"), None, None, false) => Fault::Deaf,
-        (Some("out"), None, None, false) => Fault::Mute,
-        (None, Some(ms), None, false) => Fault::Slow { ms },
-        (None, None, Some(percent), false) => Fault::Lossy { percent },
+        (None, None, None, false) => WireFault::Silent,
+        (None, None, None, true) => WireFault::Storeless,
+        (Some("in"), None, None, false) => WireFault::Deaf,
+        (Some("out"), None, None, false) => WireFault::Mute,
+        (None, Some(ms), None, false) => WireFault::Slow { ms },
+        (None, None, Some(percent), false) => WireFault::Lossy { percent },
         (Some(other), None, None, false) => bail!("--one-way is 'in' or 'out', not '{other}'"),
         _ => bail!("one of --one-way, --slow, --loss and --store"),
     };
     match fault {
-        Fault::Slow { ms } => ensure!((0.0..=10_000.0).contains(&ms), "--slow: 0 to 10000 ms, not {ms}"),
-        Fault::Lossy { percent } => {
+        WireFault::Slow { ms } => ensure!((0.0..=10_000.0).contains(&ms), "--slow: 0 to 10000 ms, not {ms}"),
+        WireFault::Lossy { percent } => {
             ensure!((0.0..=100.0).contains(&percent), "--loss: 0 to 100, not {percent}")
         }
-        Fault::Silent | Fault::Storeless | Fault::Deaf | Fault::Mute => {}
+        WireFault::Silent | WireFault::Storeless | WireFault::Deaf | WireFault::Mute => {}
     }
     Ok(fault)
 }
 
-fn pause(words: &Words) -> Result<()> {
+fn pause(words: &LabArgs) -> Result<()> {
     let (lab, machine) = (words.lab()?, words.one("machine")?);
     match words.number("--ms")? {
         None => lab.pause(machine),
@@ -248,7 +250,7 @@ fn pause(words: &Words) -> Result<()> {
     }
 }
 
-fn etcd(words: &Words) -> Result<()> {
+fn etcd(words: &LabArgs) -> Result<()> {
     let lab = words.lab()?;
     let [verb, number] = &words.plain[..] else { bail!("etcd stop K, or etcd start K\n{USAGE}") };
     let member = format!("e{number}");
@@ -264,13 +266,13 @@ fn etcd(words: &Words) -> Result<()> {
     }
 }
 
-fn exec(words: &Words) -> Result<ExitCode> {
+fn exec(words: &LabArgs) -> Result<ExitCode> {
     let node = words.lab()?.node(words.one("node")?)?;
     let command: Vec<&str> = words.command.iter().map(String::as_str).collect();
     ended(&node.command(&command))
 }
 
-fn within(words: &Words) -> Result<ExitCode> {
+fn within(words: &LabArgs) -> Result<ExitCode> {
     let lab = words.lab()?;
     let name = words.one("machine")?;
     ensure!(!words.command.is_empty(), "which program? in {name} -- PROGRAM WORDS");
@@ -286,7 +288,7 @@ fn ended(command: &[String]) -> Result<ExitCode> {
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for WireFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Silent => write!(f, "silent"),
@@ -303,8 +305,8 @@ impl fmt::Display for Fault {
 mod tests {
     use super::*;
 
-    fn words(text: &str) -> Words {
-        Words::read(&text.split(' ').map(Into::into).collect::<Vec<_>>()).unwrap()
+    fn words(text: &str) -> LabArgs {
+        LabArgs::read(&text.split(' ').map(Into::into).collect::<Vec<_>>()).unwrap()
     }
 
     #[test]
@@ -313,15 +315,15 @@ mod tests {
         assert_eq!((read.tag(), read.one("node").unwrap()), ("a-b", "n1"));
         assert_eq!(read.command, ["site", "list", "--json"]);
         assert!(!read.has("--json"));
-        assert!(Words::read(&["--sideways".into()]).is_err());
+        assert!(LabArgs::read(&["--sideways".into()]).is_err());
     }
 
     #[test]
     fn a_wire_has_one_fault_at_a_time() {
-        assert_eq!(fault(&words("n1")).unwrap(), Fault::Silent);
-        assert_eq!(fault(&words("--one-way in n1")).unwrap(), Fault::Deaf);
-        assert_eq!(fault(&words("n1 --slow 2.5")).unwrap(), Fault::Slow { ms: 2.5 });
-        assert_eq!(fault(&words("n1 --store")).unwrap(), Fault::Storeless);
+        assert_eq!(fault(&words("n1")).unwrap(), WireFault::Silent);
+        assert_eq!(fault(&words("--one-way in n1")).unwrap(), WireFault::Deaf);
+        assert_eq!(fault(&words("n1 --slow 2.5")).unwrap(), WireFault::Slow { ms: 2.5 });
+        assert_eq!(fault(&words("n1 --store")).unwrap(), WireFault::Storeless);
         assert!(fault(&words("n1 --slow 2 --loss 3")).is_err());
         assert!(fault(&words("n1 --store --one-way in")).is_err());
         assert!(fault(&words("n1 --loss 101")).is_err());

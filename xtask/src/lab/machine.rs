@@ -1,10 +1,11 @@
-//! The processes of a lab's machine: everything it started is in cgroups of its own, so that all of it can be stopped,
-//! continued or killed at one moment.
+//! The processes of a lab's machine. Everything that it started is in its own cgroups. So all of it
+//! can be stopped, continued or killed at one moment.
 //!
-//! With cgroup v1 it has a directory in each hierarchy that a node uses; a node's keeper makes its own tree beneath the cgroup
-//! it was started in, so freezing the machine's directory in the hierarchical freezer freezes its instances as well, and what a
-//! keeper has frozen by itself stays frozen when the machine goes on. Where there is no v1 freezer, it is one directory of v2.
-//! Not here: the network (`network`), which programs (`node`, `store`).
+//! With cgroup v1 it has a directory in each hierarchy that a node uses. A node's keeper makes its
+//! own tree below the cgroup in which it was started. So freezing the machine's directory in the
+//! hierarchical freezer freezes its instances as well. Cells that a keeper has frozen by itself
+//! stay frozen when the machine continues. Without a v1 freezer, it is one directory of v2. Not
+//! here: the network (`network`), the programs (`node`, `store`).
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -14,35 +15,35 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::network::Network;
+use super::network::LabNetwork;
 
 /// Controllers of v1 that a node's keeper looks for.
 const CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "blkio", "pids", "memory", "freezer"];
 
-/// Longest wait until everything stands still, or is gone.
+/// Longest wait until everything is frozen, or gone.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
 
-/// How often that is looked at.
+/// Interval of checks for that.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
 
-/// Directories below each other in a machine's cgroup: the keeper's own tree has four levels.
+/// Deepest level of directories in a machine's cgroup: the keeper's own tree has four levels.
 const DEPTH_MAX: usize = 10;
 
-/// Joins the cgroups named before `--`, then becomes what is named after it.
+/// Joins the cgroups named before `--`, then becomes the program named after it.
 const JOIN: &str =
     "while [ \"$1\" != -- ]; do echo $$ > \"$1/cgroup.procs\" || exit 1; shift; done; shift; exec \"$@\"";
 
-/// Everything of one machine.
+/// All cgroups of one machine.
 #[derive(Debug, Clone)]
-pub struct Cgroups {
+pub struct MachineCgroups {
     dirs: Vec<PathBuf>,
-    /// Of `dirs`, the one that can stop it.
+    /// The one of `dirs` that can stop it.
     freezer: PathBuf,
     is_v2: bool,
 }
 
-impl Cgroups {
-    /// Of this machine of the lab with this tag, whether they exist or not.
+impl MachineCgroups {
+    /// Returns those of this machine of the lab with this tag, whether they exist or not.
     pub fn of(tag: &str, machine: &str) -> Result<Self> {
         let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
         let (mounts, own) = (read("/proc/self/mountinfo")?, read("/proc/self/cgroup")?);
@@ -75,7 +76,7 @@ impl Cgroups {
         Ok(Self { dirs: v1.into_iter().map(|(_, dir)| dir).chain(v2).collect(), freezer, is_v2 })
     }
 
-    /// Where the lab with this tag has its cgroups, to see that none is left.
+    /// Returns where the lab with this tag has its cgroups, to check that none is left.
     pub fn of_lab(tag: &str) -> Result<Vec<PathBuf>> {
         let any = Self::of(tag, "any")?;
         Ok(any.dirs.iter().filter_map(|dir| dir.parent()).map(Into::into).collect())
@@ -89,7 +90,8 @@ impl Cgroups {
         for dir in &self.dirs {
             fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
             if self.is_v2 && *dir == self.freezer {
-                // As much as this kernel and who started us allow: a node says itself what it has not.
+                // As much as this kernel and our starter allow: a node itself reports missing
+                // controllers.
                 for above in dir.ancestors().skip(1).take(2) {
                     for controller in ["+cpu", "+io", "+memory", "+pids"] {
                         let _ = fs::write(above.join("cgroup.subtree_control"), controller);
@@ -100,7 +102,8 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Starts a program in them and in the network of `machine`, detached from this process; its output goes to the end of `log`.
+    /// Starts a program in them and in the network of `machine`, detached from this process. Its
+    /// output is appended to `log`.
     pub fn launch(&self, network: &[String], command: &[String], log: &Path) -> Result<()> {
         let output = OpenOptions::new().create(true).append(true).open(log);
         let output = output.with_context(|| format!("opening {}", log.display()))?;
@@ -134,7 +137,8 @@ impl Cgroups {
     pub fn freeze(&self) -> Result<()> {
         self.write_state(&self.freezer, true)?;
         wait(&format!("{} stands still", self.freezer.display()), || {
-            // A process that could not be stopped when it was told is told again (the kernel's freezer-subsystem.rst).
+            // A process that could not be stopped on the first command gets another (the kernel's
+            // freezer-subsystem.rst).
             self.is_frozen() || (self.write_state(&self.freezer, true).is_ok() && self.is_frozen())
         })
     }
@@ -151,7 +155,8 @@ impl Cgroups {
         }
     }
 
-    /// Kills all of it at one moment, as a power cut would: nothing of it runs between the first death and the last.
+    /// Kills all of it at one moment, as a power cut would. Nothing of it runs between the first
+    /// death and the last.
     pub fn kill(&self) -> Result<()> {
         if !self.exist() {
             return Ok(());
@@ -163,7 +168,7 @@ impl Cgroups {
                 // It may have ended meanwhile.
                 let _ = kill_process(pid, Signal::KILL);
             }
-            // What is frozen dies when it goes on, also what a keeper froze.
+            // Frozen processes die when they continue, even those that a keeper froze.
             for dir in tree(&self.freezer, DEPTH_MAX) {
                 let _ = self.write_state(&dir, false);
             }
@@ -171,12 +176,12 @@ impl Cgroups {
         })
     }
 
-    /// Removes them, with all that keepers made in them, once nothing runs there.
+    /// Removes them, with all directories that keepers made in them, once nothing runs there.
     pub fn remove(&self) -> Result<()> {
         for top in &self.dirs {
             wait(&format!("{} can be removed", top.display()), || {
                 for dir in tree(top, DEPTH_MAX).into_iter().rev() {
-                    // The kernel lets go of a dead process a moment after it is gone.
+                    // The kernel releases a dead process a moment after it is gone.
                     let _ = fs::remove_dir(dir);
                 }
                 !top.exists()
@@ -201,21 +206,21 @@ impl Cgroups {
 
 /// One machine: its name is that of its network.
 #[derive(Debug, Clone)]
-pub struct Machine<'l> {
+pub struct LabMachine<'l> {
     pub name: String,
-    pub cgroups: Cgroups,
-    pub network: &'l Network,
+    pub cgroups: MachineCgroups,
+    pub network: &'l LabNetwork,
     pub log: PathBuf,
 }
 
-impl Machine<'_> {
+impl LabMachine<'_> {
     pub fn start(&self, command: &[String]) -> Result<()> {
         ensure!(self.cgroups.pids().is_empty(), "{} runs already", self.name);
         self.cgroups.make()?;
         self.cgroups.launch(&self.network.enter(&self.name), command, &self.log)
     }
 
-    /// Waits until `ready` says so; an error with the end of the log if everything ends first.
+    /// Waits until `ready` returns true. Fails with the end of the log if everything ends first.
     pub fn wait_until(&self, limit: Duration, mut ready: impl FnMut() -> bool) -> Result<()> {
         let begun = Instant::now();
         while !ready() {
@@ -230,7 +235,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The last lines of what it printed.
+    /// Returns the last lines of its output.
     pub fn log_end(&self) -> String {
         const LINES: usize = 30;
         let text = fs::read_to_string(&self.log).unwrap_or_default();
@@ -243,7 +248,8 @@ fn lab_dir(tag: &str) -> String {
     format!("nagaya-lab-{tag}")
 }
 
-/// The cgroup this process is in, relative to the hierarchy with this controller; without one, that of v2.
+/// Returns the cgroup of this process, relative to the hierarchy with this controller; without one,
+/// that of v2.
 fn beneath(own: &str, controller: &str) -> PathBuf {
     let group = own.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
@@ -252,7 +258,7 @@ fn beneath(own: &str, controller: &str) -> PathBuf {
     PathBuf::from(group.unwrap_or("/").trim_start_matches('/'))
 }
 
-/// A directory and all beneath it, the outer ones first.
+/// Returns a directory and all below it, the outer ones first.
 fn tree(dir: &Path, depth: usize) -> Vec<PathBuf> {
     let mut all = vec![dir.to_path_buf()];
     if depth > 0 {

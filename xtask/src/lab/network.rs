@@ -1,8 +1,9 @@
-//! The lab's network: a namespace for each machine, one for the clients, and a bridge between them in one of its own; and
-//! what can be wrong with a machine's wire.
+//! The lab's network: a namespace for each machine, one for the clients, and a bridge in one of its
+//! own. It also makes faults of a machine's wire.
 //!
-//! A namespace is a file in the lab's directory (nsfs, bind-mounted), not a name in `/run/netns`: the machine's own network
-//! has nothing of a lab, and labs with the same addresses run side by side. Not here: processes (`machine`).
+//! A namespace is a file in the lab's directory (nsfs, bind-mounted), not a name in `/run/netns`.
+//! The machine's own network has nothing of a lab, and labs with the same addresses run side by
+//! side. Not here: processes (`machine`).
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -29,38 +30,38 @@ const INTERFACE: &str = "eth0";
 /// Our table of filters in a machine's namespace.
 const TABLE: &str = "lab";
 
-/// Loss is given in percent with one decimal.
+/// Resolution of loss: percent with one decimal.
 const LOSS_PARTS: f64 = 1000.0;
 
-/// Where the namespaces of a lab are.
+/// Directory of a lab's namespaces.
 #[derive(Debug, Clone)]
-pub struct Network {
+pub struct LabNetwork {
     dir: PathBuf,
 }
 
-/// What is wrong with a machine's wire. Packets already on their way arrive.
+/// A fault of a machine's wire. Packets already on their way arrive.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Fault {
+pub enum WireFault {
     /// Nothing goes in or out, not even ARP: as if the cable were pulled.
     Silent,
-    /// The same of what comes from members of etcd, or goes there.
+    /// The same for traffic with members of etcd.
     Storeless,
-    /// It can send, and hears nothing.
+    /// It can send, and receives nothing.
     Deaf,
-    /// It hears, and nobody hears it.
+    /// It receives, and its packets do not arrive.
     Mute,
     /// Each packet takes this much longer, in each direction.
     Slow { ms: f64 },
-    /// So many of a hundred packets are lost, in each direction.
+    /// This percentage of packets is lost, in each direction.
     Lossy { percent: f64 },
 }
 
-impl Network {
+impl LabNetwork {
     pub fn new(dir: &Path) -> Self {
         Self { dir: dir.join("net") }
     }
 
-    /// The bridge, and nobody at it.
+    /// Makes the bridge, without machines.
     pub fn make(&self) -> Result<()> {
         fs::create_dir_all(&self.dir).with_context(|| format!("creating {}", self.dir.display()))?;
         self.namespace(HUB)?;
@@ -70,7 +71,7 @@ impl Network {
         self.ip(HUB, &format!("link set dev {BRIDGE} up"))
     }
 
-    /// A machine at the bridge.
+    /// Attaches a machine to the bridge.
     pub fn attach(&self, name: &str, address: Ipv4Addr, bits: u8) -> Result<()> {
         self.namespace(name)?;
         let file = self.file(name);
@@ -83,11 +84,11 @@ impl Network {
         self.ip(name, &format!("link set dev {INTERFACE} up"))
     }
 
-    /// Undoes what `make` and `attach` did; interfaces go with their namespaces.
+    /// Undoes `make` and `attach`; interfaces go with their namespaces.
     pub fn remove(&self) -> Result<()> {
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let path = entry.path();
-            // One that was not finished is a plain file.
+            // An unfinished one is a plain file.
             let _ = unmount(&path, UnmountFlags::DETACH);
             fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
         }
@@ -98,8 +99,8 @@ impl Network {
         self.dir.join(name)
     }
 
-    /// The words before a command that is to run in a machine's network, with the file system and all else as it is here
-    /// (`ip netns exec` would hide the cgroups).
+    /// Returns the prefix of a command that runs in a machine's network. The file system and all
+    /// else stay unchanged (`ip netns exec` would hide the cgroups).
     pub fn enter(&self, name: &str) -> [String; 3] {
         ["nsenter".into(), format!("--net={}", self.file(name).display()), "--".into()]
     }
@@ -108,7 +109,8 @@ impl Network {
         self.enter(HUB)
     }
 
-    /// Does this in a thread whose network is the machine's; so is that of threads and processes it starts.
+    /// Runs this in a thread whose network is the machine's; its threads and processes have it,
+    /// too.
     pub fn within<T: Send>(&self, name: &str, work: impl FnOnce() -> T + Send) -> Result<T> {
         let path = self.file(name);
         let file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
@@ -124,26 +126,26 @@ impl Network {
 
     // === Faults ===
 
-    /// Filters for this fault, in the place of those before.
-    pub fn filter(&self, name: &str, fault: Fault) -> Result<()> {
+    /// Sets filters for this fault, replacing the former ones.
+    pub fn filter(&self, name: &str, fault: WireFault) -> Result<()> {
         let (in_rule, out_rule) = match fault {
-            Fault::Silent => ("drop".to_owned(), "drop".to_owned()),
-            Fault::Storeless => {
-                let stores = super::stores_at();
+            WireFault::Silent => ("drop".to_owned(), "drop".to_owned()),
+            WireFault::Storeless => {
+                let stores = super::addresses::stores_at();
                 (format!("ip saddr {stores} drop"), format!("ip daddr {stores} drop"))
             }
-            Fault::Deaf => ("drop".into(), String::new()),
-            Fault::Mute => (String::new(), "drop".into()),
-            Fault::Slow { .. } => return self.unfilter(name),
-            // All of a thousand is no number that nftables compares with.
-            Fault::Lossy { percent } if percent >= 100.0 => ("drop".into(), "drop".into()),
-            Fault::Lossy { percent } => {
+            WireFault::Deaf => ("drop".into(), String::new()),
+            WireFault::Mute => (String::new(), "drop".into()),
+            WireFault::Slow { .. } => return self.unfilter(name),
+            // A thousand out of a thousand is not a number with which nftables compares.
+            WireFault::Lossy { percent } if percent >= 100.0 => ("drop".into(), "drop".into()),
+            WireFault::Lossy { percent } => {
                 let part = percent / 100.0 * LOSS_PARTS;
                 let rule = format!("numgen random mod {LOSS_PARTS:.0} < {part:.0} drop");
                 (rule.clone(), rule)
             }
         };
-        // Of the family `netdev`: ARP is dropped, too, and the loopback interface is left alone.
+        // Of the family `netdev`: ARP is dropped, too, and the loopback interface is not affected.
         let chain = |hook: &str, rule: &str| {
             format!(
                 "chain {hook}_{INTERFACE} {{\n type filter hook {hook} device \"{INTERFACE}\" priority 0; policy accept;\n {rule}\n}}\n"
@@ -161,7 +163,8 @@ impl Network {
         self.nft(name, &format!("table netdev {TABLE}\ndelete table netdev {TABLE}\n"))
     }
 
-    /// Takes a machine's wire off the bridge, and gives the names of the two ends that something has to connect.
+    /// Takes a machine's wire off the bridge. Returns the names of the two ends that must be
+    /// connected.
     pub fn unplug(&self, name: &str) -> Result<[String; 2]> {
         let (bridge_end, wire_end) = (format!("{name}b"), format!("{name}w"));
         self.run_in(

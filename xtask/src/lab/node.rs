@@ -10,12 +10,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use super::{Lab, NET, NET_BITS, Plan};
+use super::addresses::{NET, NET_BITS, NODE_PORT};
+use super::running::{Lab, LabPlan};
 use crate::interrupt;
-use crate::server::nagaya::Node;
+use crate::server::nagaya::NagayaNode;
 
-/// Where clients ask, and where other nodes do.
-pub const PORT: u16 = 80;
 const PEER_PORT: u16 = 7443;
 
 /// Name of the cluster in etcd.
@@ -26,33 +25,33 @@ const START_MAX: Duration = Duration::from_secs(60);
 const JOIN_MAX: Duration = Duration::from_secs(30);
 
 impl Lab {
-    /// The node as its operator has it: its commands and its files.
-    pub fn node(&self, name: &str) -> Result<Node> {
+    /// Returns the node as its operator has it: its commands and its files.
+    pub fn node(&self, name: &str) -> Result<NagayaNode> {
         let known = self.node_names();
         ensure!(known.iter().any(|one| one == name), "no node '{name}': there are {}", known.join(", "));
-        Ok(Node::at(&self.program, &self.dir.join(name), self.address(name)?))
+        Ok(NagayaNode::at(&self.program, &self.dir.join(name), self.address(name)?))
     }
 
-    pub(super) fn configure(&self, name: &str, plan: &Plan) -> Result<()> {
-        let Plan { fence_ms, probe, tables, .. } = plan;
+    pub(super) fn configure(&self, name: &str, plan: &LabPlan) -> Result<()> {
+        let LabPlan { fence_ms, probe, tables, .. } = plan;
         let dir = self.dir.join(name);
         let (place, address) = (dir.display(), self.ip(name)?);
         let [a, b, c] = NET;
         let config = format!(
             "node = \"{name}\"\nruntime_dir = \"{place}/run\"\nstate_dir = \"{place}/state\"\n\n\
-             [[listen]]\naddress = \"{address}:{PORT}\"\n\n\
+             [[listen]]\naddress = \"{address}:{NODE_PORT}\"\n\n\
              [cluster]\nlisten = \"{address}:{PEER_PORT}\"\nfence = \"{fence_ms}ms\"\nprobe = \"{probe}\"\n\n\
              # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n\
              # All load of a lab comes from one address.\n[edge.networks]\nexempt = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}"
         );
-        Node::with_config(&self.program, &dir, self.address(name)?, &config).map(drop)
+        NagayaNode::with_config(&self.program, &dir, self.address(name)?, &config).map(drop)
     }
 
-    /// Until it answers clients and its operator.
+    /// Starts it and waits until it answers clients and its operator.
     pub(super) fn start_node(&self, name: &str) -> Result<()> {
         let (node, machine) = (self.node(name)?, self.machine(name)?);
         machine.start(&node.command(&["serve"]))?;
-        // Asked from its own network: its wire may be cut.
+        // From its own network: its wire may be cut.
         let answers = || {
             let connected = self.network.within(name, || TcpStream::connect(node.address).is_ok());
             connected.unwrap_or(false) && std::os::unix::net::UnixStream::connect(node.admin_socket()).is_ok()
@@ -60,7 +59,7 @@ impl Lab {
         machine.wait_until(START_MAX, answers).with_context(|| format!("starting {name}"))
     }
 
-    /// The first node makes the cluster, the others join it.
+    /// Makes the cluster with the first node; the others join it.
     pub(super) fn join_all(&self) -> Result<()> {
         let names = self.node_names();
         self.found(&names[0], CLUSTER)?;
@@ -85,7 +84,7 @@ impl Lab {
         self.node(name)?.run(&init.concat()).map(drop)
     }
 
-    /// Makes a node a member of the cluster that `member` is in, by a token that has all it needs.
+    /// Makes a node a member of `member`'s cluster, with a complete token.
     pub fn join(&self, name: &str, member: &str) -> Result<()> {
         let [_, certificate, key] = self.store_access(name).map(|path| path.to_string_lossy().into_owned());
         let words = ["cluster", "token", "--etcd-cert", &certificate, "--etcd-key", &key];
@@ -98,7 +97,7 @@ impl Lab {
         fs::remove_file(&path).context("removing a join token")
     }
 
-    /// Each node hears of the others by its watch.
+    /// Waits until the node knows of the others by its watch.
     fn wait_until_known(&self, name: &str, count: usize) -> Result<()> {
         let (node, begun) = (self.node(name)?, Instant::now());
         loop {
@@ -114,7 +113,8 @@ impl Lab {
         }
     }
 
-    /// Which node runs a site, and under which epoch, as `by` knows it; None while nobody ever asked for it.
+    /// Returns which node runs a site, and under which epoch, as `by` knows it. `None` before its
+    /// first request.
     pub fn placement(&self, by: &str, site: &str) -> Result<Option<(String, u64)>> {
         let placed = self.placements(by)?;
         let one = placed.iter().find(|one| one["site"] == site);

@@ -1,6 +1,7 @@
-//! The lab's etcd: one member, or three, which let in only who shows a certificate that nagaya made for it.
+//! The lab's etcd: one member, or three. They accept only clients with a certificate that nagaya
+//! made for them.
 //!
-//! Not here: what nodes keep there.
+//! Not here: the nodes' data there.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,23 +10,23 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::Lab;
+use super::running::Lab;
 use crate::http;
 
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 
-/// Where a member tells how it is, without TLS and nothing else.
+/// A member's health port, without TLS and only for that.
 const HEALTH_PORT: u16 = 2381;
 
-/// Where certificates for etcd lie, in the lab's directory.
+/// Directory of the certificates for etcd, in the lab's directory.
 const PKI: &str = "pki";
 
 /// Longest wait until a member has a leader: elections take one to two seconds.
 const START_MAX: Duration = Duration::from_secs(60);
 
 impl Lab {
-    /// Where clients of etcd find it.
+    /// Returns etcd's client endpoints.
     pub fn endpoints(&self) -> Result<Vec<String>> {
         self.store_names()
             .iter()
@@ -37,7 +38,8 @@ impl Lab {
         self.dir.join(PKI).join(name).to_string_lossy().into_owned()
     }
 
-    /// Files by which a node is let in by etcd: who signed etcd's certificate, the node's own, and its key.
+    /// Returns a node's files for access to etcd: the CA certificate, the node's own certificate,
+    /// and its key.
     pub fn store_access(&self, node: &str) -> [PathBuf; 3] {
         ["ca.pem", &format!("node-{node}.pem"), &format!("node-{node}.key")].map(|name| self.pki(name).into())
     }
@@ -56,7 +58,7 @@ impl Lab {
         fs::write(self.dir.join(PKI).join("README"), output.stdout).context("keeping what nagaya said")
     }
 
-    /// All at once: a member alone has no leader.
+    /// Starts all at once: a member alone has no leader.
     pub(super) fn start_stores(&self) -> Result<()> {
         if self.store_names().is_empty() {
             return Ok(());

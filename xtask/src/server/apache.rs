@@ -1,4 +1,5 @@
-//! Apache 2.4: static sites under prefork and under event, with a virtual host each or with mass virtual hosting.
+//! Apache 2.4: static sites under prefork and under event, with a virtual host each or with mass
+//! virtual hosting.
 //!
 //! Not here: the other servers.
 
@@ -6,19 +7,19 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::{Probe, Server, make_dir, words, write};
-use crate::experiment::Population;
+use super::{StartProbe, TestServer, make_dir, words, write};
+use crate::content::population::SitePopulation;
 use crate::http::free_address;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mpm {
+pub enum ApacheMpm {
     Prefork,
     Event,
 }
 
-/// How many sites are told to Apache.
+/// Form of the sites in Apache's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum ApacheForm {
     /// One `<VirtualHost>` for each site: each may have its own settings.
     VirtualHosts,
     /// `mod_vhost_alias`: the root is computed from the name; all sites share one set of settings.
@@ -28,22 +29,27 @@ pub enum Form {
 /// Where Debian keeps the modules.
 const MODULES: &str = "/usr/lib/apache2/modules";
 
-/// Enough processes (prefork) or threads (event) for every connection of the load, all started beforehand: a
-/// keep-alive connection holds a prefork process.
+/// Enough processes (prefork) or threads (event) for every connection of the load, all started in
+/// advance. A keep-alive connection holds a prefork process.
 const SERVERS: u32 = 128;
 
-pub fn sites(dir: &Path, population: &Population, mpm: Mpm, form: Form) -> Result<Server> {
+pub fn sites(
+    dir: &Path,
+    population: &SitePopulation,
+    mpm: ApacheMpm,
+    form: ApacheForm,
+) -> Result<TestServer> {
     let name = match (mpm, form) {
-        (Mpm::Prefork, Form::VirtualHosts) => "apache-prefork",
-        (Mpm::Event, Form::VirtualHosts) => "apache-event",
-        (Mpm::Prefork, Form::Alias) => "apache-prefork-alias",
-        (Mpm::Event, Form::Alias) => "apache-event-alias",
+        (ApacheMpm::Prefork, ApacheForm::VirtualHosts) => "apache-prefork",
+        (ApacheMpm::Event, ApacheForm::VirtualHosts) => "apache-event",
+        (ApacheMpm::Prefork, ApacheForm::Alias) => "apache-prefork-alias",
+        (ApacheMpm::Event, ApacheForm::Alias) => "apache-event-alias",
     };
     let dir = make_dir(dir, name)?;
     let address = free_address()?;
     let mut config = common(&dir, mpm, address, population);
     match form {
-        Form::VirtualHosts => {
+        ApacheForm::VirtualHosts => {
             for site in 0..population.count {
                 config.push_str(&format!(
                     "<VirtualHost {address}>\nServerName {}\nDocumentRoot {}\n</VirtualHost>\n",
@@ -52,7 +58,7 @@ pub fn sites(dir: &Path, population: &Population, mpm: Mpm, form: Form) -> Resul
                 ));
             }
         }
-        Form::Alias => config.push_str(&format!(
+        ApacheForm::Alias => config.push_str(&format!(
             "LoadModule vhost_alias_module {MODULES}/mod_vhost_alias.so\nUseCanonicalName Off\n\
              VirtualDocumentRoot {}\n",
             population.alias_pattern()
@@ -61,14 +67,14 @@ pub fn sites(dir: &Path, population: &Population, mpm: Mpm, form: Form) -> Resul
     let file = dir.join("apache2.conf");
     write(&file, &config)?;
     let command = words(&["apache2", "-DFOREGROUND", "-f", &file.to_string_lossy()]);
-    let probe = Probe { host: population.host(population.count / 2), path: "/hello.txt".into() };
-    Server::start(name, &command, &dir, address, &probe)
+    let probe = StartProbe { host: population.host(population.count / 2), path: "/hello.txt".into() };
+    TestServer::start(name, &command, &dir, address, &probe)
 }
 
-fn common(dir: &Path, mpm: Mpm, address: std::net::SocketAddr, population: &Population) -> String {
+fn common(dir: &Path, mpm: ApacheMpm, address: std::net::SocketAddr, population: &SitePopulation) -> String {
     let dir = dir.display();
     let (module, workers) = match mpm {
-        Mpm::Prefork => (
+        ApacheMpm::Prefork => (
             "mpm_prefork",
             format!(
                 "StartServers {SERVERS}\nMinSpareServers {SERVERS}\nMaxSpareServers {}\nServerLimit {}\n\
@@ -78,8 +84,9 @@ fn common(dir: &Path, mpm: Mpm, address: std::net::SocketAddr, population: &Popu
                 SERVERS * 2
             ),
         ),
-        // A child whose threads are all busy closes idle keep-alive connections: each child alone has enough.
-        Mpm::Event => (
+        // A child whose threads are all busy closes idle keep-alive connections: each child alone
+        // has enough.
+        ApacheMpm::Event => (
             "mpm_event",
             format!(
                 "StartServers 2\nServerLimit 4\nThreadsPerChild {SERVERS}\nThreadLimit {SERVERS}\n\

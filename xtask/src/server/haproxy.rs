@@ -7,12 +7,13 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::{CONNECTIONS_MAX, Probe, Server, make_dir, words, write};
+use super::{CONNECTIONS_MAX, StartProbe, TestServer, make_dir, words, write};
 use crate::facts;
 use crate::http::free_address;
 
-/// A reverse proxy to `backend`: a thread per core, connections to the backend shared by all clients.
-pub fn proxy(dir: &Path, backend: SocketAddr) -> Result<Server> {
+/// Starts a reverse proxy to `backend`: a thread per core, connections to the backend shared by all
+/// clients.
+pub fn proxy(dir: &Path, backend: SocketAddr) -> Result<TestServer> {
     let dir = make_dir(dir, "haproxy")?;
     let address = free_address()?;
     let threads = facts::cores();
@@ -28,6 +29,6 @@ pub fn proxy(dir: &Path, backend: SocketAddr) -> Result<Server> {
     let file = dir.join("haproxy.cfg");
     write(&file, &config)?;
     let command = words(&["haproxy", "-db", "-q", "-f", &file.to_string_lossy()]);
-    let probe = Probe { host: "application.example".into(), path: "/small".into() };
-    Server::start("haproxy", &command, &dir, address, &probe)
+    let probe = StartProbe { host: "application.example".into(), path: "/small".into() };
+    TestServer::start("haproxy", &command, &dir, address, &probe)
 }

@@ -1,4 +1,4 @@
-//! An instance of nagaya's as its operator sees it: what is shown of it, and letting it rest.
+//! An instance of nagaya as its operator sees it: its status, and letting it rest.
 //!
 //! Not here: visiting it.
 
@@ -6,44 +6,45 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use nagaya_cmdb::instance::{Tier, Wake};
+use nagaya_records::instance::{Tier, WakeReport};
 use serde_json::Value;
 
-use super::nagaya::Node;
+use super::nagaya::NagayaNode;
 use crate::interrupt;
 
-/// Longest wait until an instance rests where it was told to. The edge keeps one for half a second after its last
-/// request.
+/// Longest wait until an instance rests on command. The edge keeps one for half a second after its
+/// last request.
 const REST_MAX: Duration = Duration::from_secs(20);
 
-/// The same for hundreds: an emulated processor needs more than two minutes for the images of two hundred.
+/// The same for hundreds: an emulated CPU needs more than two minutes for the images of two
+/// hundred.
 const REST_ALL_MAX: Duration = Duration::from_secs(900);
 
-/// How often it is told.
+/// Interval of the commands.
 const REST_EVERY: Duration = Duration::from_millis(20);
 
-/// What `nagaya instance show` says of one.
+/// Output of `nagaya instance show` for one.
 #[derive(Debug, Clone)]
-pub struct Status {
+pub struct InstanceStatus {
     pub tier: Tier,
     pub memory_bytes: Option<f64>,
     /// Of its processes, some of many. A list has none.
     pub pids: Vec<u32>,
     pub image_bytes: Option<f64>,
-    pub last_wake: Option<Wake>,
-    /// What is wrong with it, such as why it has no image.
+    pub last_wake: Option<WakeReport>,
+    /// A fault, such as why it has no image.
     pub note: Option<String>,
 }
 
-impl Status {
-    /// Of a running node's site of kind `app`.
-    pub fn of(node: &Node, site: &str) -> Result<Self> {
+impl InstanceStatus {
+    /// Returns the status of a running node's site of kind `app`.
+    pub fn of(node: &NagayaNode, site: &str) -> Result<Self> {
         let shown = node.run(&["instance", "show", site, "--json"])?;
         Self::read(&serde_json::from_str(&shown).context("reading what is shown of an instance")?)
     }
 
-    /// Of all the node's, by their sites.
-    pub fn of_all(node: &Node) -> Result<BTreeMap<String, Self>> {
+    /// Returns the status of all the node's instances, by their sites.
+    pub fn of_all(node: &NagayaNode) -> Result<BTreeMap<String, Self>> {
         let listed = node.run(&["instance", "list", "--json"])?;
         let listed: Vec<Value> = serde_json::from_str(&listed).context("reading the list of instances")?;
         let named = |one: &Value| Ok((one["site"].as_str().unwrap_or_default().to_owned(), Self::read(one)?));
@@ -68,13 +69,13 @@ impl Status {
     }
 }
 
-/// Lets an instance rest, which nobody uses, and waits until it does. One without an image goes past that tier.
-pub fn rest(node: &Node, site: &str, to: Tier) -> Result<Status> {
+/// Lets an unused instance rest, and waits until it does. One without an image passes that tier.
+pub fn rest(node: &NagayaNode, site: &str, to: Tier) -> Result<InstanceStatus> {
     let begun = Instant::now();
     loop {
         interrupt::check()?;
         let told = node.run(&["instance", "rest", site, "--to", to.as_str()]);
-        let status = Status::of(node, site)?;
+        let status = InstanceStatus::of(node, site)?;
         if status.tier == to || (to == Tier::Image && status.tier == Tier::Cold) {
             return Ok(status);
         }
@@ -86,11 +87,11 @@ pub fn rest(node: &Node, site: &str, to: Tier) -> Result<Status> {
     }
 }
 
-/// The same for many. Each of them has an image if that is where it is to rest.
-pub fn rest_all(node: &Node, sites: &[&str], to: Tier) -> Result<()> {
+/// Does the same for many. Each of them has an image if that is the target.
+pub fn rest_all(node: &NagayaNode, sites: &[&str], to: Tier) -> Result<()> {
     let begun = Instant::now();
     loop {
-        let all = Status::of_all(node)?;
+        let all = InstanceStatus::of_all(node)?;
         let mut told = Ok(String::new());
         let mut awake = None;
         for site in sites {

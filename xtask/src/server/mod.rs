@@ -1,5 +1,5 @@
-//! Servers under measurement: nagaya and its peers, each on a port of its own, configured as who knows it well
-//! would, from files in the experiment's own directory.
+//! Servers under measurement: nagaya and its peers. Each has its own port and an expert's
+//! configuration, from files in the experiment's own directory.
 //!
 //! Not here: load (`load`), the processes themselves (`process`).
 
@@ -17,44 +17,44 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
-use crate::process::Process;
+use crate::process::RunningProcess;
 
-/// Longest time any server may take to start: Apache reads 100,000 virtual hosts in well under a minute.
+/// Longest time for any server to start: Apache reads 100,000 virtual hosts in well under a minute.
 const START_MAX: Duration = Duration::from_secs(300);
 
-/// Connections a server must hold at once; above any load of the experiments.
+/// Connections that a server must hold at once; above any load of the experiments.
 pub const CONNECTIONS_MAX: u32 = 4096;
 
-/// Descriptors each server may open: connections, their backends, and cached files.
+/// Descriptors that each server may open: connections, their backends, and cached files.
 pub const OPEN_FILES_MAX: u32 = 65_536;
 
-/// A server that answers.
+/// A running server.
 #[derive(Debug)]
-pub struct Server {
+pub struct TestServer {
     pub address: SocketAddr,
-    pub process: Process,
-    /// From starting the program to its first right answer.
+    pub process: RunningProcess,
+    /// From starting the program to its first right response.
     pub started_in: Duration,
 }
 
-/// Something a server must answer with 200 before it counts as started.
+/// A request that needs a 200 response before the server counts as started.
 #[derive(Debug, Clone)]
-pub struct Probe {
+pub struct StartProbe {
     pub host: String,
     pub path: String,
 }
 
-impl Server {
-    /// Starts `command` in `dir` and waits for its first right answer.
+impl TestServer {
+    /// Starts `command` in `dir` and waits for its first right response.
     pub fn start(
         what: &str,
         command: &[String],
         dir: &Path,
         address: SocketAddr,
-        probe: &Probe,
+        probe: &StartProbe,
     ) -> Result<Self> {
         let begun = std::time::Instant::now();
-        let mut process = Process::start(what, command, &dir.join("output.log"))?;
+        let mut process = RunningProcess::start(what, command, &dir.join("output.log"))?;
         process.wait_until(START_MAX, || {
             crate::http::get(address, &probe.host, &probe.path).is_ok_and(|(status, _)| status == 200)
         })?;
@@ -62,7 +62,7 @@ impl Server {
     }
 }
 
-/// A directory for one server's files, which its unprivileged processes may pass.
+/// Makes a directory for one server's files, through which its unprivileged processes may pass.
 pub fn make_dir(parent: &Path, name: &str) -> Result<PathBuf> {
     let dir = parent.join(name);
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;

@@ -1,33 +1,36 @@
-//! nginx: static sites in two forms, a proxy, a front of php-fpm, and the backend that all proxies share.
+//! nginx: static sites in two forms, a proxy, a front of php-fpm, and the backend that all proxies
+//! share.
 //!
 //! Not here: the other servers.
 
+use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::Result;
 
-use super::{CONNECTIONS_MAX, OPEN_FILES_MAX, Probe, Server, make_dir, words, write};
-use crate::experiment::Population;
+use super::{CONNECTIONS_MAX, OPEN_FILES_MAX, StartProbe, TestServer, make_dir, words, write};
+use crate::content::population::SitePopulation;
 use crate::facts;
 use crate::http::free_address;
 
-/// How many sites are told to nginx. Both are in use; the first serves faster, the second needs less memory.
+/// Form of the sites in nginx's configuration. Both are in use; the first serves faster, the second
+/// needs less memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum NginxForm {
     /// One `server` block for each site.
     Blocks,
     /// One `server` block with all the names, and a map from name to root.
     Names,
 }
 
-/// Where a proxy finds its backend, and how many idle connections it may keep to it per process.
+/// Idle connections that a proxy may keep to its backend per process.
 const UPSTREAM_KEEP_ALIVE: u32 = 128;
 
-/// Static sites.
-pub fn sites(dir: &Path, population: &Population, form: Form, log: bool) -> Result<Server> {
+/// Starts static sites.
+pub fn sites(dir: &Path, population: &SitePopulation, form: NginxForm, log: bool) -> Result<TestServer> {
     let address = free_address()?;
     let mut body = match form {
-        Form::Blocks => {
+        NginxForm::Blocks => {
             let mut body = format!("server {{ listen {address} reuseport default_server; return 404; }}\n");
             for site in 0..population.count {
                 body.push_str(&format!(
@@ -38,7 +41,7 @@ pub fn sites(dir: &Path, population: &Population, form: Form, log: bool) -> Resu
             }
             body
         }
-        Form::Names => {
+        NginxForm::Names => {
             let mut map = String::from("map $host $site_root {\n");
             let mut names = String::new();
             for site in 0..population.count {
@@ -57,12 +60,33 @@ pub fn sites(dir: &Path, population: &Population, form: Form, log: bool) -> Resu
     } else {
         "access_log off;\n"
     });
-    let probe = Probe { host: population.host(population.count / 2), path: "/hello.txt".into() };
+    let probe = StartProbe { host: population.host(population.count / 2), path: "/hello.txt".into() };
     start(dir, address, &body, &probe)
 }
 
-/// A reverse proxy to `backend`.
-pub fn proxy(dir: &Path, backend: std::net::SocketAddr) -> Result<Server> {
+/// Starts one static site over TLS and HTTP/2 at `secure`, and over plain HTTP/1.1 at the returned
+/// address.
+pub fn http2(
+    dir: &Path,
+    root: &Path,
+    host: &str,
+    secure: SocketAddr,
+    certificate: &Path,
+) -> Result<TestServer> {
+    let address = free_address()?;
+    let certificate = certificate.display();
+    let body = format!(
+        "access_log off;\n\
+         server {{\n listen {address} reuseport;\n listen {secure} ssl http2 reuseport;\n server_name {host};\n \
+         root {};\n ssl_certificate {certificate};\n ssl_certificate_key {certificate};\n \
+         ssl_protocols TLSv1.2 TLSv1.3;\n ssl_session_cache shared:tls:10m;\n}}\n",
+        root.display()
+    );
+    start(dir, address, &body, &StartProbe { host: host.into(), path: "/1k.bin".into() })
+}
+
+/// Starts a reverse proxy to `backend`.
+pub fn proxy(dir: &Path, backend: SocketAddr) -> Result<TestServer> {
     let address = free_address()?;
     let body = format!(
         "access_log off;\n\
@@ -74,11 +98,27 @@ pub fn proxy(dir: &Path, backend: std::net::SocketAddr) -> Result<Server> {
          # With the packaged 8 buffers of 4 KiB a body of 64 KiB would pass through a file on disk.\n  \
          proxy_buffers 16 16k;\n  proxy_buffer_size 16k;\n }}\n}}\n"
     );
-    start(dir, address, &body, &Probe { host: "application.example".into(), path: "/small".into() })
+    start(dir, address, &body, &StartProbe { host: "application.example".into(), path: "/small".into() })
 }
 
-/// What stands behind every proxy: a small body from memory and a larger one from the page cache.
-pub fn backend(dir: &Path, root: &Path, small: &str) -> Result<Server> {
+/// Starts a reverse proxy to `backend` that buffers bodies in both directions, nginx's default.
+/// Uploads of this size are accepted.
+pub fn buffering_proxy(dir: &Path, backend: SocketAddr, host: &str, upload_max: usize) -> Result<TestServer> {
+    let address = free_address()?;
+    // The backend closes each connection, so that none is kept to it.
+    let body = format!(
+        "access_log off;\n\
+         server {{\n listen {address} reuseport;\n client_max_body_size {upload_max};\n location / {{\n  \
+         proxy_pass http://{backend};\n  proxy_http_version 1.1;\n  proxy_set_header Connection \"\";\n  \
+         proxy_set_header Host $host;\n  proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;\n  \
+         proxy_set_header X-Forwarded-Proto $scheme;\n  proxy_buffers 16 16k;\n  proxy_buffer_size 16k;\n }}\n}}\n"
+    );
+    start(dir, address, &body, &StartProbe { host: host.into(), path: "/".into() })
+}
+
+/// Starts the backend of every proxy: a small body from memory and a larger one from the page
+/// cache.
+pub fn backend(dir: &Path, root: &Path, small: &str) -> Result<TestServer> {
     let address = free_address()?;
     let body = format!(
         "access_log off;\n\
@@ -86,11 +126,11 @@ pub fn backend(dir: &Path, root: &Path, small: &str) -> Result<Server> {
          return 200 \"{small}\"; }}\n}}\n",
         root.display()
     );
-    start(dir, address, &body, &Probe { host: "application.example".into(), path: "/small".into() })
+    start(dir, address, &body, &StartProbe { host: "application.example".into(), path: "/small".into() })
 }
 
-/// A front of php-fpm on a Unix socket, as DokuWiki's documentation has it.
-pub fn php(dir: &Path, root: &Path, socket: &Path, probe: &Probe) -> Result<Server> {
+/// Starts a front of php-fpm on a Unix socket, as in DokuWiki's documentation.
+pub fn php(dir: &Path, root: &Path, socket: &Path, probe: &StartProbe) -> Result<TestServer> {
     let address = free_address()?;
     let body = format!(
         "access_log off;\n\
@@ -105,7 +145,7 @@ pub fn php(dir: &Path, root: &Path, socket: &Path, probe: &Probe) -> Result<Serv
     start(dir, address, &body, probe)
 }
 
-fn start(dir: &Path, address: std::net::SocketAddr, body: &str, probe: &Probe) -> Result<Server> {
+fn start(dir: &Path, address: SocketAddr, body: &str, probe: &StartProbe) -> Result<TestServer> {
     let dir = make_dir(dir, "nginx")?;
     let workers = facts::cores();
     let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
@@ -125,7 +165,7 @@ fn start(dir: &Path, address: std::net::SocketAddr, body: &str, probe: &Probe) -
     let file = dir.join("nginx.conf");
     write(&file, &config)?;
     let (prefix, file) = (dir.to_string_lossy(), file.to_string_lossy());
-    Server::start(
+    TestServer::start(
         "nginx",
         &words(&["nginx", "-e", "stderr", "-p", &prefix, "-c", &file]),
         &dir,

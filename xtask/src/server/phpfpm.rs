@@ -1,4 +1,4 @@
-//! php-fpm: a fixed pool under the site's own uid, as a host with one pool per customer runs it.
+//! php-fpm: a fixed pool under the site's own uid, as on a host with one pool per customer.
 //!
 //! Not here: the web server in front of it (`nginx`).
 
@@ -10,18 +10,18 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 
 use super::{make_dir, words, write};
-use crate::process::Process;
+use crate::process::RunningProcess;
 
-/// A running pool and where it listens.
+/// A running pool and its address.
 #[derive(Debug)]
-pub struct Fpm {
-    pub process: Process,
+pub struct PhpFpm {
+    pub process: RunningProcess,
     pub socket: PathBuf,
 }
 
 const START_MAX: Duration = Duration::from_secs(30);
 
-/// The program's name, which has PHP's version in it.
+/// Returns the program's name, which has PHP's version in it.
 pub fn program() -> Option<String> {
     fs::read_dir("/usr/sbin")
         .ok()?
@@ -31,8 +31,9 @@ pub fn program() -> Option<String> {
         .max()
 }
 
-/// As many workers as nagaya gets, replaced after as many requests; everything else as packaged.
-pub fn start(dir: &Path, uid: u32, workers: u32, requests_per_worker: u32) -> Result<Fpm> {
+/// Starts as many workers as nagaya gets, replaced after as many requests; everything else is as
+/// packaged.
+pub fn start(dir: &Path, uid: u32, workers: u32, requests_per_worker: u32) -> Result<PhpFpm> {
     let dir = make_dir(dir, "php-fpm")?;
     let socket = dir.join("fpm.sock");
     let config = format!(
@@ -47,7 +48,7 @@ pub fn start(dir: &Path, uid: u32, workers: u32, requests_per_worker: u32) -> Re
     write(&file, &config)?;
     let program = program().context("php-fpm is not installed: run 'sudo ./dev setup experiment'")?;
     let command = words(&[&program, "--nodaemonize", "--fpm-config", &file.to_string_lossy()]);
-    let mut process = Process::start("php-fpm", &command, &dir.join("output.log"))?;
+    let mut process = RunningProcess::start("php-fpm", &command, &dir.join("output.log"))?;
     process.wait_until(START_MAX, || UnixStream::connect(&socket).is_ok())?;
-    Ok(Fpm { process, socket })
+    Ok(PhpFpm { process, socket })
 }

@@ -1,12 +1,12 @@
-//! Whether requests take as long as they did, and how many ran at once meanwhile.
+//! Detects whether service times have changed, and records how many requests ran at once.
 //!
-//! Not here: what is done about it (`bound`).
+//! Not here: the reaction to a change (`bound`).
 
 use crate::Moment;
 
-/// Level changes that are remembered; what is older counts as the oldest one known.
+/// Level changes that are kept. An older moment counts as the oldest one known.
 const LEVELS: usize = 8;
-/// Weight of the newest in the pace as it is now, and as it was.
+/// Weight of the newest request in the current pace, and in the earlier pace.
 const QUICK_WEIGHT: f64 = 0.25;
 const SLOW_WEIGHT: f64 = 0.01;
 /// Requests before a change is believed, and the least change (as a logarithm) and certainty.
@@ -14,17 +14,18 @@ const PACE_COUNT: u32 = 20;
 const CHANGE: f64 = 0.4;
 const CHANGE_ERRORS: f64 = 4.0;
 
-/// Whether service takes as long as before, by the logarithm of the stretch.
+/// Tracks whether service takes as long as before, by the logarithm of the stretch.
 #[derive(Debug, Clone, Default)]
-pub struct Pace {
+pub struct StretchPace {
     count: u32,
     quick: f64,
     slow: f64,
     variance: f64,
 }
 
-impl Pace {
-    /// Adds one, and says whether those before it were of another pace. It is then learned anew.
+impl StretchPace {
+    /// Adds one request. Returns whether those before it had another pace; the pace is then learned
+    /// again.
     pub fn has_changed(&mut self, stretch: f64, part: f64) -> bool {
         let pace = stretch.max(1e-9).ln();
         self.count = self.count.saturating_add(1);
@@ -40,7 +41,7 @@ impl Pace {
                 return true;
             }
         }
-        // One that is far off tells of a change, not of the spread.
+        // One extreme outlier shows a change, not the spread.
         let off = off.clamp(-3.0, 3.0);
         self.variance += (off * off * (1.0 - weight) - self.variance) * weight;
         self.slow += (pace - self.slow) * weight;
@@ -48,15 +49,15 @@ impl Pace {
     }
 }
 
-/// How many ran at once lately.
+/// How many requests ran at once recently.
 #[derive(Debug, Clone)]
-pub struct Levels {
-    /// Since when, how many, and its logarithm; a ring.
+pub struct RunLevels {
+    /// Ring of the time of each change, the level from then on, and its logarithm.
     changes: [(Moment, u32, f64); LEVELS],
     newest: usize,
 }
 
-impl Levels {
+impl RunLevels {
     pub fn new(level: u32) -> Self {
         Self { changes: [(Moment(0), level, f64::from(level).ln()); LEVELS], newest: 0 }
     }
@@ -76,9 +77,10 @@ impl Levels {
         self.changes[self.newest].2
     }
 
-    /// Mean logarithm of the level between two moments.
+    /// Returns the mean logarithm of the level between two moments.
     pub fn mean(&self, from: Moment, to: Moment) -> f64 {
-        let (mut end, mut area) = (to, 0.0);
+        let mut end = to;
+        let mut area = 0.0;
         for back in 0..LEVELS {
             let (begin, _, level) = self.changes[(self.newest + LEVELS - back) % LEVELS];
             let is_last = begin <= from || back + 1 == LEVELS;

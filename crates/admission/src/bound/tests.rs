@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::{Auto, Observed};
-use crate::{Moment, Pressure};
+use super::{AdaptiveLimit, LimitSample};
+use crate::{CpuPressure, Moment};
 use server::{Kind, Load, Machine, Outcome, Policy, TWO_CORES, World};
 
 const SEEDS: [u64; 4] = [1, 3, 5, 7];
@@ -29,7 +29,9 @@ const fn kind(part: f64, cpu_ms: f64, sleep_ms: f64) -> Kind {
 }
 
 fn world(load: Load, kinds: &[Kind], noise: f64, machine: Machine, seed: u64) -> World {
-    let (kinds, step, are_told_apart) = (kinds.to_vec(), None, true);
+    let kinds = kinds.to_vec();
+    let step = None;
+    let are_told_apart = true;
     World { load, kinds, are_told_apart, noise, machine, step, seconds: 80.0, warm: 20.0, seed }
 }
 
@@ -111,7 +113,7 @@ fn fast_and_slow_requests_mixed_are_served_as_well() {
     });
 }
 
-/// Throughput of the best fixed bound on a machine, and under [`Policy::Auto`] from `after` seconds after the machine became
+/// Throughput of the best fixed bound on a machine, and under [`Policy::AdaptiveLimit`] from `after` seconds after the machine became
 /// this one, for a second.
 fn after_step(kinds: &[Kind], before: Machine, machine: Machine, after: f64) -> f64 {
     let fixed = [1, 2, 4, 8, 16, 24, 32, 48, 64, 100, 150].map(|bound| {
@@ -208,11 +210,11 @@ fn rare_requests_that_take_a_hundred_times_as_long_cost_little() {
 
 #[test]
 fn without_a_line_the_bound_stays() {
-    let mut auto = Auto::new(2, 100);
+    let mut auto = AdaptiveLimit::new(2, 100);
     let bound = auto.run();
     for second in 1..1000 {
         let service = Some(Duration::from_millis(second % 50));
-        let observed = Observed { running: bound, waiting: 0, service, work: 0.01 };
+        let observed = LimitSample { running: bound, waiting: 0, service, work: 0.01 };
         assert_eq!(auto.observe(Moment(second * 1_000_000), observed), None);
     }
     assert_eq!(auto.run(), bound);
@@ -220,7 +222,7 @@ fn without_a_line_the_bound_stays() {
 
 #[test]
 fn new_limits_hold_at_once() {
-    let mut auto = Auto::new(1, 100);
+    let mut auto = AdaptiveLimit::new(1, 100);
     auto.set(30, 40);
     assert_eq!(auto.run(), 30);
     auto.set(2, 3);
@@ -238,14 +240,14 @@ proptest! {
             1..400,
         ),
     ) {
-        let mut auto = Auto::new(min, min + more);
+        let mut auto = AdaptiveLimit::new(min, min + more);
         let mut now = 0;
         for (passed, running, waiting, service, work, felt) in seen {
             now += passed;
             let was = auto.run();
             let service = service.map(Duration::from_micros);
-            auto.feel(Moment(now), Pressure { busy: felt, starved: felt });
-            let changed = auto.observe(Moment(now), Observed { running, waiting, service, work });
+            auto.feel(Moment(now), CpuPressure { busy: felt, starved: felt });
+            let changed = auto.observe(Moment(now), LimitSample { running, waiting, service, work });
             prop_assert_eq!(changed, (auto.run() != was).then_some(auto.run()));
             prop_assert!(auto.run() >= min.max(1) && auto.run() <= (min + more).max(1));
         }

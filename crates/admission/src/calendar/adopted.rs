@@ -1,20 +1,21 @@
-//! Tickets that another node has given: whoever shows one here for the first time has its slot from then on, as if it had been
-//! given here. What is not known here is only whether it was used there.
+//! Adopts tickets that another node has given. A ticket shown here for the first time has its slot
+//! here from then on. The only thing unknown here is whether the ticket was used there.
 //!
-//! Not here: whose ticket it is (the caller), what becomes of a holder after that (`calendar`).
+//! Not here: whose ticket it is (the caller), the holder's later state (`calendar`).
 
 use super::restart::AHEAD_MAX;
-use super::{Calendar, LATE_FOR, TICKETS_MAX, after};
+use super::{LATE_FOR, TICKETS_MAX, TicketCalendar, after};
 use crate::{ClientKey, Moment, Ticket};
 
-/// Taken over and not used yet. Each was signed by a node for a client of its own, so that this many are a crowd that has moved. The
-/// holder of one more is a newcomer until others have run or ended.
+/// Adopted tickets that are not used yet. A node signed each of them for one client, so this many
+/// are a crowd that has moved. The holder of one more is a newcomer until others have run or ended.
 pub(super) const ADOPTED_MAX: usize = 65_536;
 
-impl Calendar {
-    /// Takes a ticket over of which nothing is known here. Its own text says which slot it has; it is counted in
-    /// the slot of this row in which it begins, full or not. False: it is not taken over, and whoever shows it is a newcomer, because it is of another lane or
-    /// long over, because there are enough, or because this client has a good ticket here already.
+impl TicketCalendar {
+    /// Adopts a ticket of which nothing is known here. The ticket's text says which slot it has. It
+    /// is counted in the slot of this row in which it begins, full or not. Returns false if the
+    /// ticket is not adopted, which makes its bearer a newcomer. Reasons are another lane, a ticket
+    /// long over, too many tickets, or a client with a valid ticket here.
     pub fn adopt(&mut self, now: Moment, ticket: Ticket, client: ClientKey) -> bool {
         self.settle(now);
         let now = self.now;
@@ -39,7 +40,7 @@ impl Calendar {
         }
         self.tally.adopted += 1;
         if ticket.ends <= now {
-            // That nobody was here in its slot is no fault of this node's.
+            // This node is not at fault if it did not serve during that slot.
             self.end(ticket.nonce, Moment(u64::MAX));
         } else if let Some(slot) = self.slot_as_written(&ticket) {
             self.put(ticket.nonce, slot);

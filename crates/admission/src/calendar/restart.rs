@@ -1,32 +1,34 @@
-//! A calendar after a restart: what was stored comes back into the slots in which it was.
+//! Restores a calendar after a restart: stored tickets return to their slots.
 //!
-//! Not here: everything that happens after that (`calendar`), the store (`edge`).
+//! Not here: everything after that (`calendar`), the store (`edge`).
 
 use std::collections::HashSet;
 use std::time::Duration;
 
 use super::slots::{SLOTS_MAX, SlotNumber};
-use super::{Calendar, Holder, LATE_FOR, State, TICKETS_MAX, after, micros};
-use crate::{ClientKey, Moment, Nonce, Record, Ticket};
+use super::{HolderState, LATE_FOR, TICKETS_MAX, TicketCalendar, TicketHolder, after, micros};
+use crate::{ClientKey, Moment, Nonce, Ticket, TicketRecord};
 
-/// A record of a ticket whose slot is farther ahead is none: nobody configures such a horizon.
+/// Farthest slot that a record may name: nobody configures such a horizon. A record beyond it is
+/// invalid.
 pub(super) const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
 
-impl Calendar {
-    /// What was stored before a restart, before anything else: in the order of the slots, or in any order if nothing is asked in
-    /// between. What is of another lane or long over is passed over.
-    pub fn restore(&mut self, now: Moment, record: Record) {
+impl TicketCalendar {
+    /// Restores a stored record, before anything else happens. The order is that of the slots, or
+    /// any order if no other call comes in between. Records of another lane or that ended long ago
+    /// are skipped.
+    pub fn restore(&mut self, now: Moment, record: TicketRecord) {
         match record {
-            Record::Promised { ticket, client } => self.restore_promise(now, ticket, client),
-            Record::Spent { nonce, until } => {
+            TicketRecord::Promised { ticket, client } => self.restore_promise(now, ticket, client),
+            TicketRecord::Spent { nonce, until } => {
                 self.remove(nonce);
                 if until > now {
                     self.remember_spent(nonce, until);
                 }
             }
-            Record::Called { nonce } => drop(self.restored_calls.insert(nonce)),
-            Record::Forgotten { nonce } => drop(self.remove(nonce)),
-            Record::Paced { .. } => {}
+            TicketRecord::Called { nonce } => drop(self.restored_calls.insert(nonce)),
+            TicketRecord::Forgotten { nonce } => drop(self.remove(nonce)),
+            TicketRecord::Paced { .. } => {}
         }
     }
 
@@ -45,14 +47,14 @@ impl Calendar {
         self.epoch = self.epoch.max(ticket.epoch.saturating_add(1));
         let other = self.clients.get(&client).copied();
         self.hold(ticket, client);
-        // Of two of one client, one of which is late, the other is the good one.
+        // If a client has two tickets and one is late, the other is the valid one.
         if let Some(other) = other.filter(|other| self.ends_of(*other) > Some(ticket.ends)) {
             self.clients.insert(client, other);
         }
         self.restored.push(ticket.nonce);
     }
 
-    /// Restored promises come into their slots in the order of these, whatever order they came in.
+    /// Puts restored promises into their slots in slot order, whatever order they came in.
     pub(super) fn put_restored(&mut self) {
         let mut nonces = std::mem::take(&mut self.restored);
         let calls = std::mem::take(&mut self.restored_calls);
@@ -60,11 +62,11 @@ impl Calendar {
             self.holders.get(nonce).map(|holder| (holder.ticket.begins, *nonce))
         });
         for nonce in nonces {
-            // Used up or forgotten by what was restored after it, or put already as it was told twice.
+            // A later record used it up or forgot it, or the same record came twice.
             let holder = self.holders.get(&nonce).filter(|holder| holder.slot.is_none() && !holder.has_ended);
             let Some(ticket) = holder.map(|holder| holder.ticket) else { continue };
             if ticket.ends <= self.now {
-                // It was over before anybody was here again.
+                // It ended before the node was up again.
                 self.end(nonce, Moment(0));
             } else if let Some(slot) = self.slot_as_written(&ticket) {
                 self.put(nonce, slot);
@@ -75,31 +77,35 @@ impl Calendar {
         self.restore_calls(calls);
     }
 
-    /// Whoever was called was on his way, or in line, when the process ended: he is awaited once more. Calls are told after their
-    /// promises, which may have been put into slots by then.
+    /// Expects called holders once more: they were on their way, or in the queue, when the process
+    /// ended. Call records come after their promises, which may already have their slots.
     fn restore_calls(&mut self, calls: HashSet<Nonce>) {
         let mut calls: Vec<Nonce> = calls.into_iter().collect();
         calls.sort_unstable();
         for nonce in calls {
-            let is_out = |holder: &&Holder| holder.state == State::Out && !holder.has_ended;
+            let is_out = |holder: &&TicketHolder| holder.state == HolderState::Out && !holder.has_ended;
             let Some(holder) = self.holders.get(&nonce).filter(is_out) else { continue };
-            let (begins, number, slot) = (holder.ticket.begins, holder.number, holder.slot);
+            let begins = holder.ticket.begins;
+            let number = holder.number;
+            let slot = holder.slot;
             if slot.is_some() && begins > self.now {
                 self.keep_place(nonce, (begins, number), slot);
             }
         }
     }
 
-    /// The slot as it was, after those that were before it. What fits nowhere is counted where it is nearest.
+    /// Returns the slot as it was, after those before it. A ticket that fits nowhere is counted in
+    /// the nearest slot.
     pub(super) fn slot_as_written(&mut self, ticket: &Ticket) -> Option<SlotNumber> {
         let row = self.slots.row();
         if row.back().is_some_and(|back| ticket.begins < back.ends) {
             return self.slots.at(ticket.begins).or_else(|| self.slots.front());
         }
-        // As long as this one at least: where it has room for one, shorter ones have none.
+        // At least as long as this one: where it has capacity for one ticket, shorter slots have
+        // none.
         let own = ticket.ends.0 - ticket.begins.0;
         let window = self.next.map_or(u64::MAX, |next| micros(next.window).max(own).max(1));
-        // With none before it, slots count back from this one to now.
+        // With no slot before it, slots are laid back from this one to now.
         let until_begin = ticket.begins.0.saturating_sub(self.now.0);
         let back =
             row.back().map_or(Moment(ticket.begins.0 - until_begin / window * window), |back| back.ends);

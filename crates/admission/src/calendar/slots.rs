@@ -1,7 +1,7 @@
-//! The slots of a calendar: a row of stretches of time, each beginning where the one before ends, with how many tickets are
-//! out in each. Finding the first with room, and counting those before one, take logarithmic time.
+//! The slots of a calendar: a row of adjacent time ranges, with the number of open tickets in each.
+//! Finding the first slot with capacity and counting earlier tickets take logarithmic time.
 //!
-//! Not here: who holds the tickets, and how long slots are (`calendar`).
+//! Not here: the holders of tickets, and the length of slots (`calendar`).
 
 use std::collections::VecDeque;
 
@@ -10,33 +10,33 @@ use crate::Moment;
 /// Slots of a calendar at once. A horizon of a day in slots of a minute is 1,440.
 pub(super) const SLOTS_MAX: usize = 4_096;
 
-/// Number of a slot. They rise with time and are not used again.
+/// Number of a slot. Numbers rise with time and are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SlotNumber(u64);
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Slot {
+pub(super) struct CalendarSlot {
     pub begins: Moment,
     pub ends: Moment,
-    /// Tickets of it whose holders have not run yet.
+    /// Its tickets whose holders have not run yet.
     pub out: u32,
-    /// Of them, those whose holders have neither come nor been called.
+    /// Those of `out` whose holders have neither come nor been called.
     pub outside: u32,
-    /// Tickets of it that were ever given, and those whose holders came before its end.
+    /// Tickets ever given for it, and those whose holders came before its end.
     pub given: u32,
     pub came: u32,
-    /// All its tickets were seen, from its beginning: what happened in it may be learned from.
+    /// All its tickets were seen from its beginning, so its outcome may be learned from.
     pub is_whole: bool,
 }
 
-impl Slot {
-    /// What its load would be with one ticket more, in tickets per microsecond.
+impl CalendarSlot {
+    /// Returns its load with one ticket more, in tickets per microsecond.
     fn load(&self) -> f64 {
         let len = self.ends.0.saturating_sub(self.begins.0).max(1);
         (f64::from(self.out) + 1.0) / len as f64
     }
 
-    /// What part of it has passed by then.
+    /// Returns the part of it that has passed at `until`.
     pub(super) fn passed(&self, until: Moment) -> f64 {
         let len = self.ends.0.saturating_sub(self.begins.0).max(1);
         until.0.saturating_sub(self.begins.0).min(len) as f64 / len as f64
@@ -44,35 +44,36 @@ impl Slot {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Slots {
-    /// Number of the first in the row.
+pub(super) struct SlotTree {
+    /// Number of the first slot in the row.
     first: u64,
-    row: VecDeque<Slot>,
-    /// A tree in an array, as long as twice a power of two: node `n` is above `2n` and `2n + 1`, and a slot's leaf is
-    /// its number modulo the number of leaves, so that the row can move on without anything being moved.
-    tree: Vec<Node>,
+    row: VecDeque<CalendarSlot>,
+    /// A tree in an array of twice a power of two. Node `n` is the parent of `2n` and `2n + 1`. A
+    /// slot's leaf is its number modulo the number of leaves, so the row advances without moving
+    /// entries.
+    tree: Vec<SlotNode>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Node {
-    /// Of the slots below, the smallest load; infinite if there are none.
+struct SlotNode {
+    /// Smallest load of the slots below; infinite if there are none.
     lightest: f64,
     out: u32,
 }
 
-const NOTHING: Node = Node { lightest: f64::INFINITY, out: 0 };
+const NOTHING: SlotNode = SlotNode { lightest: f64::INFINITY, out: 0 };
 
-impl Slots {
-    pub(super) fn row(&self) -> &VecDeque<Slot> {
+impl SlotTree {
+    pub(super) fn row(&self) -> &VecDeque<CalendarSlot> {
         &self.row
     }
 
-    pub(super) fn get(&self, number: SlotNumber) -> Option<&Slot> {
+    pub(super) fn get(&self, number: SlotNumber) -> Option<&CalendarSlot> {
         self.row.get(self.position(number)?)
     }
 
-    /// Changes what is counted in a slot, if it has not ended.
-    pub(super) fn change(&mut self, number: SlotNumber, change: impl FnOnce(&mut Slot)) {
+    /// Changes the counts of a slot, if it has not ended.
+    pub(super) fn change(&mut self, number: SlotNumber, change: impl FnOnce(&mut CalendarSlot)) {
         let Some(position) = self.position(number) else { return };
         if let Some(slot) = self.row.get_mut(position) {
             change(slot);
@@ -80,14 +81,22 @@ impl Slots {
         }
     }
 
-    /// Adds a slot at the end of the row: it begins where the last one ends. `None`: the row is as long as it may be.
+    /// Adds a slot at the end of the row, where the last one ends. `None` if the row is full.
     pub(super) fn push(&mut self, begins: Moment, ends: Moment) -> Option<SlotNumber> {
         debug_assert!(self.row.back().is_none_or(|last| last.ends == begins), "slots leave no gap");
         if self.row.len() >= SLOTS_MAX {
             return None;
         }
         let number = SlotNumber(self.first + self.row.len() as u64);
-        self.row.push_back(Slot { begins, ends, out: 0, outside: 0, given: 0, came: 0, is_whole: true });
+        self.row.push_back(CalendarSlot {
+            begins,
+            ends,
+            out: 0,
+            outside: 0,
+            given: 0,
+            came: 0,
+            is_whole: true,
+        });
         if self.row.len() > self.leaves() {
             self.grow();
         }
@@ -95,8 +104,8 @@ impl Slots {
         Some(number)
     }
 
-    /// Takes the first slot out if it has ended.
-    pub(super) fn pop_ended(&mut self, now: Moment) -> Option<Slot> {
+    /// Removes the first slot if it has ended.
+    pub(super) fn pop_ended(&mut self, now: Moment) -> Option<CalendarSlot> {
         if self.row.front()?.ends > now {
             return None;
         }
@@ -107,7 +116,7 @@ impl Slots {
         Some(slot)
     }
 
-    /// The slot that a moment lies in.
+    /// Returns the slot that contains a moment.
     pub(super) fn at(&self, moment: Moment) -> Option<SlotNumber> {
         let position = self.row.partition_point(|slot| slot.ends <= moment);
         self.row.get(position).filter(|slot| slot.begins <= moment).map(|_| self.number(position))
@@ -121,7 +130,8 @@ impl Slots {
         self.row.len().checked_sub(1).map(|position| self.number(position))
     }
 
-    /// The first slot that begins at `from` or later and has room for one more at this rate, in tickets per microsecond.
+    /// Returns the first slot that begins at `from` or later and has capacity for one more. The
+    /// rate is in tickets per microsecond.
     pub(super) fn first_with_room(&self, from: Moment, rate: f64) -> Option<SlotNumber> {
         let position = self.row.partition_point(|slot| slot.begins < from);
         let (near, far) = self.leaf_ranges(position, self.row.len());
@@ -130,7 +140,7 @@ impl Slots {
         Some(self.number(distance))
     }
 
-    /// Tickets that are out in the slots before this one.
+    /// Returns the number of tickets that are out in earlier slots.
     pub(super) fn out_before(&self, number: SlotNumber) -> u32 {
         let Some(position) = self.position(number) else { return 0 };
         let (near, far) = self.leaf_ranges(0, position);
@@ -155,7 +165,8 @@ impl Slots {
         number.0 as usize & self.leaves().wrapping_sub(1)
     }
 
-    /// The leaves of the slots at these positions: a range, and what goes on at the tree's beginning.
+    /// Returns the leaves of the slots at these positions: a range, and its continuation at the
+    /// tree's beginning.
     fn leaf_ranges(&self, from: usize, to: usize) -> ((usize, usize), (usize, usize)) {
         if from >= to {
             return ((0, 0), (0, 0));
@@ -165,7 +176,7 @@ impl Slots {
         ((begin, end.min(self.leaves())), (0, end.saturating_sub(self.leaves())))
     }
 
-    /// The leaves below a node.
+    /// Returns the leaves below a node.
     fn below(&self, node: usize) -> (usize, usize) {
         let level = node.ilog2();
         let width = self.leaves() >> level;
@@ -203,18 +214,20 @@ impl Slots {
 
     fn weigh(&mut self, number: SlotNumber) {
         if let Some(slot) = self.get(number) {
-            let node = Node { lightest: slot.load(), out: slot.out };
+            let node = SlotNode { lightest: slot.load(), out: slot.out };
             self.set_leaf(number, node);
         }
     }
 
-    fn set_leaf(&mut self, number: SlotNumber, leaf: Node) {
+    fn set_leaf(&mut self, number: SlotNumber, leaf: SlotNode) {
         let mut node = self.leaves() + self.leaf(number);
         self.tree[node] = leaf;
         while node > 1 {
             node /= 2;
-            let (left, right) = (self.tree[2 * node], self.tree[2 * node + 1]);
-            self.tree[node] = Node { lightest: left.lightest.min(right.lightest), out: left.out + right.out };
+            let left = self.tree[2 * node];
+            let right = self.tree[2 * node + 1];
+            self.tree[node] =
+                SlotNode { lightest: left.lightest.min(right.lightest), out: left.out + right.out };
         }
     }
 
@@ -234,7 +247,7 @@ mod tests {
     use super::*;
 
     /// What the tree says, said by going through the row.
-    fn by_walking(slots: &Slots, from: Moment, rate: f64) -> Option<Moment> {
+    fn by_walking(slots: &SlotTree, from: Moment, rate: f64) -> Option<Moment> {
         slots.row().iter().find(|slot| slot.begins >= from && slot.load() <= rate).map(|slot| slot.begins)
     }
 
@@ -243,7 +256,7 @@ mod tests {
         fn the_tree_says_what_walking_through_the_row_says(
             steps in prop::collection::vec((0..4u8, 1..50u64, 0..400u64, 0.0..0.5f64), 1..400),
         ) {
-            let mut slots = Slots::default();
+            let mut slots = SlotTree::default();
             let mut end = Moment(0);
             for (step, len, at, rate) in steps {
                 match step {
@@ -271,7 +284,7 @@ mod tests {
 
     #[test]
     fn a_row_has_an_end() {
-        let mut slots = Slots::default();
+        let mut slots = SlotTree::default();
         for at in 0..SLOTS_MAX as u64 {
             assert!(slots.push(Moment(at), Moment(at + 1)).is_some());
         }

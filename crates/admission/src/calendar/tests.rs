@@ -2,13 +2,12 @@
 
 use proptest::prelude::*;
 
-use super::room::{BOOKED_MAX, SHOW_RATE_MIN};
 use super::*;
+use crate::calendar::capacity::{BOOKED_MAX, SHOW_RATE_MIN};
 
 const LANE: LaneName = LaneName(*b"lane of the shop");
 const START: Moment = Moment(1_800_000_000_000_000);
-
-const NEXT: Next = Next {
+const NEXT: TicketPolicy = TicketPolicy {
     window: Duration::from_secs(60),
     horizon: Duration::from_secs(3_600),
     tickets: 10_000,
@@ -19,25 +18,25 @@ fn at(seconds: u64) -> Moment {
     Moment(START.0 + seconds * 1_000_000)
 }
 
-fn calendar(next: Next) -> Calendar {
-    Calendar::new(LANE, Some(next))
+fn calendar(next: TicketPolicy) -> TicketCalendar {
+    TicketCalendar::new(LANE, Some(next))
 }
 
 /// A promise to the client of this number, whose ticket has the same number.
 fn reserve(
-    calendar: &mut Calendar,
+    calendar: &mut TicketCalendar,
     now: Moment,
     earliest: Moment,
     rate: f64,
     client: u64,
-) -> Option<Promise> {
+) -> Option<SlotPromise> {
     let promise = calendar.reserve(now, earliest, rate, ClientKey(client), Nonce(client.into()))?;
     calendar.listen(promise.ticket.nonce, true);
     Some(promise)
 }
 
 /// What must hold after every call.
-fn check(calendar: &Calendar) {
+fn check(calendar: &TicketCalendar) {
     let in_slots: u32 = calendar.slots.row().iter().map(|slot| slot.out).sum();
     let with_slot = calendar
         .holders
@@ -50,13 +49,15 @@ fn check(calendar: &Calendar) {
     let is_in_row =
         |nonce: &&Nonce| calendar.holders[*nonce].slot.is_some_and(|slot| calendar.slots.get(slot).is_some());
     assert_eq!(outside as usize, calendar.callable.values().filter(is_in_row).count(), "those outside");
-    let called = calendar.holders.values().filter(|holder| matches!(holder.state, State::Called(_))).count();
+    let called =
+        calendar.holders.values().filter(|holder| matches!(holder.state, HolderState::Called(_))).count();
     assert_eq!(called, calendar.calls.len(), "those called and their places");
     let open = calendar.holders.values().filter(|holder| !holder.has_ended).count();
     assert_eq!(open, calendar.deadlines.len() + calendar.restored.len(), "deadlines");
-    let late = calendar.holders.values().filter(|holder| holder.has_ended && holder.state != State::InLine);
+    let late =
+        calendar.holders.values().filter(|holder| holder.has_ended && holder.state != HolderState::InLine);
     assert_eq!(late.count(), calendar.late.len(), "late ones");
-    assert!(calendar.callable.values().all(|nonce| calendar.holders[nonce].state == State::Out));
+    assert!(calendar.callable.values().all(|nonce| calendar.holders[nonce].state == HolderState::Out));
     assert!(calendar.listening.iter().all(|(place, nonce)| calendar.callable.get(place) == Some(nonce)));
     assert!(calendar.clients.values().all(|nonce| calendar.holders.contains_key(nonce)));
     assert_eq!(calendar.spent.len(), calendar.spent_by_end.len());
@@ -69,7 +70,7 @@ fn check(calendar: &Calendar) {
     assert!(row.iter().zip(row.iter().skip(1)).all(|(one, next)| one.ends == next.begins), "a gap");
 }
 
-fn sum(tally: &Tally) -> u64 {
+fn sum(tally: &PromiseCounts) -> u64 {
     tally.kept + tally.broken + tally.late + tally.never_came
 }
 
@@ -83,7 +84,9 @@ fn those_who_are_due_come_slot_by_slot() {
         assert!(reserve(&mut calendar, START, at(60), 0.5, client).is_some());
     }
     let first = calendar.slots.row().iter().find(|slot| slot.out > 0).expect("something is promised");
-    let (begins, ends, out) = (first.begins, first.ends, f64::from(first.out));
+    let begins = first.begins;
+    let ends = first.ends;
+    let out = f64::from(first.out);
     assert!(out < 60.0);
     let middle = Moment((begins.0 + ends.0) / 2);
     let due = [START, begins, middle, ends, at(3_000)].map(|until| calendar.due(START, until));
@@ -104,7 +107,7 @@ fn those_who_are_due_come_slot_by_slot() {
 }
 
 #[test]
-fn a_slot_begins_when_it_is_wanted_first_and_is_as_long_as_configured() {
+fn a_slot_begins_when_wanted_first_and_has_its_length() {
     let mut calendar = calendar(NEXT);
     let promise = reserve(&mut calendar, START, at(30), 1.0, 1).expect("the calendar is empty");
     assert_eq!((promise.ticket.begins, promise.ticket.ends), (at(30), at(90)));
@@ -135,30 +138,30 @@ fn a_client_has_one_good_ticket_however_often_it_asks() {
         let again = calendar
             .reserve(at(second), at(500), 1.0, ClientKey(1), Nonce(1_000 + u128::from(second)))
             .expect("it has one");
-        assert_eq!(again, Promise { is_new: false, ..first });
+        assert_eq!(again, SlotPromise { is_new: false, ..first });
     }
     assert_eq!(calendar.promised(), 1);
     // Its slot has ended: the late ticket makes way for a new one.
     let new = calendar.reserve(at(100), at(110), 1.0, ClientKey(1), Nonce(2)).expect("there is room");
     assert!(new.is_new);
-    assert_eq!(calendar.show(at(100), &first.ticket), Shown::Unknown);
+    assert_eq!(calendar.show(at(100), &first.ticket), ShownTicket::Unknown);
     assert_eq!((calendar.promised(), calendar.tally().never_came), (1, 1));
     check(&calendar);
 }
 
 #[test]
-fn nothing_is_promised_beyond_the_horizon_or_the_number_of_tickets() {
-    let mut calendar = calendar(Next { tickets: 3_000, ..NEXT });
+fn nothing_is_promised_beyond_horizon_or_ticket_limit() {
+    let mut calendar = calendar(TicketPolicy { tickets: 3_000, ..NEXT });
     let given =
         (0..5_000).filter(|client| reserve(&mut calendar, START, START, 1.0, *client).is_some()).count();
     // Slots begin in the 0th to the 60th minute.
     assert_eq!(given, 61 * 48);
-    let mut calendar = Calendar::new(LANE, Some(Next { tickets: 100, ..NEXT }));
+    let mut calendar = TicketCalendar::new(LANE, Some(TicketPolicy { tickets: 100, ..NEXT }));
     let given =
         (0..5_000).filter(|client| reserve(&mut calendar, START, START, 1.0, *client).is_some()).count();
     assert_eq!(given, 100);
     assert_eq!(reserve(&mut calendar, START, at(3_601), 1.0, 9_000), None);
-    assert_eq!(reserve(&mut Calendar::new(LANE, None), START, START, 1.0, 1), None);
+    assert_eq!(reserve(&mut TicketCalendar::new(LANE, None), START, START, 1.0, 1), None);
 }
 
 #[test]
@@ -185,7 +188,7 @@ fn a_slow_lane_has_slots_long_enough_for_one() {
 
 #[test]
 fn a_tiny_window_with_a_far_horizon_keeps_the_row_short() {
-    let next = Next { window: Duration::ZERO, horizon: Duration::from_secs(86_400), ..NEXT };
+    let next = TicketPolicy { window: Duration::ZERO, horizon: Duration::from_secs(86_400), ..NEXT };
     let mut calendar = calendar(next);
     assert!(reserve(&mut calendar, START, at(86_000), 1e6, 1).is_some());
     assert!(calendar.slots.row().len() <= SLOTS_MAX);
@@ -196,13 +199,13 @@ fn a_tiny_window_with_a_far_horizon_keeps_the_row_short() {
 fn a_window_that_is_changed_keeps_the_promises_made_before() {
     let mut calendar = calendar(NEXT);
     let old = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
-    calendar.set(Some(Next { window: Duration::from_secs(10), ..NEXT }));
+    calendar.set(Some(TicketPolicy { window: Duration::from_secs(10), ..NEXT }));
     let new = reserve(&mut calendar, at(1), at(90), 1.0, 2).expect("there is room").ticket;
     assert_eq!((new.begins, new.ends), (at(90), at(100)));
     calendar.set(None);
     assert_eq!(reserve(&mut calendar, at(2), at(90), 1.0, 3), None);
-    assert_eq!(calendar.show(at(89), &old), Shown::Open { until: at(90) });
-    assert_eq!(calendar.show(at(99), &new), Shown::Open { until: at(100) });
+    assert_eq!(calendar.show(at(89), &old), ShownTicket::Open { until: at(90) });
+    assert_eq!(calendar.show(at(99), &new), ShownTicket::Open { until: at(100) });
     check(&calendar);
 }
 
@@ -210,10 +213,10 @@ fn a_window_that_is_changed_keeps_the_promises_made_before() {
 fn a_promise_that_could_not_be_stored_is_none() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, START, 1.0, 1).expect("there is room").ticket;
-    assert_eq!(calendar.forget(START, Nonce(1)), Some(Record::Forgotten { nonce: Nonce(1) }));
+    assert_eq!(calendar.forget(START, Nonce(1)), Some(TicketRecord::Forgotten { nonce: Nonce(1) }));
     assert_eq!(calendar.forget(START, Nonce(1)), None);
-    assert_eq!(calendar.show(START, &ticket), Shown::Unknown);
-    assert_eq!((calendar.promised(), calendar.tally()), (0, Tally::default()));
+    assert_eq!(calendar.show(START, &ticket), ShownTicket::Unknown);
+    assert_eq!((calendar.promised(), calendar.tally()), (0, PromiseCounts::default()));
     assert!(reserve(&mut calendar, START, START, 1.0, 1).expect("there is room").is_new);
     check(&calendar);
 }
@@ -224,21 +227,24 @@ fn a_promise_that_could_not_be_stored_is_none() {
 fn a_holder_in_time_runs_and_the_ticket_is_used_up() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
-    assert_eq!(calendar.show(at(30), &ticket), Shown::Open { until: at(90) });
-    assert_eq!(calendar.standing(at(40), Nonce(1)), Standing::Open { for_another: Duration::from_secs(50) });
+    assert_eq!(calendar.show(at(30), &ticket), ShownTicket::Open { until: at(90) });
+    assert_eq!(
+        calendar.standing(at(40), Nonce(1)),
+        TicketStatus::Open { for_another: Duration::from_secs(50) }
+    );
     assert_eq!(calendar.ran(at(30), Nonce(1)), None, "it has not come");
     assert!(calendar.come(at(30), Nonce(1)));
     assert!(!calendar.come(at(30), Nonce(1)), "two requests with one ticket");
-    assert_eq!(calendar.show(at(31), &ticket), Shown::Used);
+    assert_eq!(calendar.show(at(31), &ticket), ShownTicket::Used);
     let until = after(at(90), LATE_FOR);
-    assert_eq!(calendar.ran(at(89), Nonce(1)), Some(Record::Spent { nonce: Nonce(1), until }));
-    assert_eq!(calendar.show(at(89), &ticket), Shown::Used);
-    assert_eq!(calendar.standing(at(89), Nonce(1)), Standing::Used);
+    assert_eq!(calendar.ran(at(89), Nonce(1)), Some(TicketRecord::Spent { nonce: Nonce(1), until }));
+    assert_eq!(calendar.show(at(89), &ticket), ShownTicket::Used);
+    assert_eq!(calendar.standing(at(89), Nonce(1)), TicketStatus::Used);
     assert!(!calendar.come(at(89), Nonce(1)));
-    assert_eq!(calendar.tally(), Tally { promised: 1, kept: 1, ..Tally::default() });
+    assert_eq!(calendar.tally(), PromiseCounts { promised: 1, kept: 1, ..PromiseCounts::default() });
     // It is remembered as used until it is too old whatever it was.
-    assert_eq!(calendar.show(Moment(until.0 - 1), &ticket), Shown::Used);
-    assert_eq!(calendar.show(until, &ticket), Shown::Expired);
+    assert_eq!(calendar.show(Moment(until.0 - 1), &ticket), ShownTicket::Used);
+    assert_eq!(calendar.show(until, &ticket), ShownTicket::Expired);
     assert_eq!(calendar.tick(until), None);
     check(&calendar);
 }
@@ -248,9 +254,12 @@ fn a_holder_who_is_early_is_told_how_long_still() {
     let mut calendar = calendar(NEXT);
     reserve(&mut calendar, START, at(30), 1.0, 1);
     let promise = reserve(&mut calendar, START, at(30), 1.0, 2).expect("there is room");
-    assert_eq!(calendar.show(at(29), &promise.ticket), Shown::Early(Promise { is_new: false, ..promise }));
+    assert_eq!(
+        calendar.show(at(29), &promise.ticket),
+        ShownTicket::Early(SlotPromise { is_new: false, ..promise })
+    );
     let begins_in = Duration::from_secs(20);
-    assert_eq!(calendar.standing(at(10), Nonce(2)), Standing::Later { begins_in, ahead: 1 });
+    assert_eq!(calendar.standing(at(10), Nonce(2)), TicketStatus::Later { begins_in, ahead: 1 });
 }
 
 #[test]
@@ -258,13 +267,13 @@ fn a_holder_who_leaves_the_line_may_come_again() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
     assert!(calendar.come(at(40), Nonce(1)));
-    calendar.left(at(41), Nonce(1));
-    assert_eq!(calendar.show(at(42), &ticket), Shown::Open { until: at(90) });
+    calendar.reinstate_holder(at(41), Nonce(1));
+    assert_eq!(calendar.show(at(42), &ticket), ShownTicket::Open { until: at(90) });
     assert!(calendar.come(at(43), Nonce(1)));
     assert!(calendar.ran(at(44), Nonce(1)).is_some());
     assert_eq!(calendar.tally().kept, 1);
-    calendar.left(at(45), Nonce(1));
-    assert_eq!(calendar.show(at(45), &ticket), Shown::Used, "after it ran nothing brings it back");
+    calendar.reinstate_holder(at(45), Nonce(1));
+    assert_eq!(calendar.show(at(45), &ticket), ShownTicket::Used, "after it ran nothing brings it back");
     check(&calendar);
 }
 
@@ -273,19 +282,22 @@ fn a_late_holder_may_come_for_a_while_and_is_counted_as_late() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
     calendar.tick(at(30));
-    assert_eq!(calendar.show(at(90), &ticket), Shown::Late);
-    assert_eq!(calendar.standing(at(90), Nonce(1)), Standing::Late);
+    assert_eq!(calendar.show(at(90), &ticket), ShownTicket::Late);
+    assert_eq!(calendar.standing(at(90), Nonce(1)), TicketStatus::Late);
     assert!(calendar.come(at(100), Nonce(1)));
     assert!(calendar.ran(at(101), Nonce(1)).is_some());
-    assert_eq!(calendar.tally(), Tally { promised: 1, late: 1, ..Tally::default() });
+    assert_eq!(calendar.tally(), PromiseCounts { promised: 1, late: 1, ..PromiseCounts::default() });
 
     let ticket = reserve(&mut calendar, at(200), at(230), 1.0, 2).expect("there is room").ticket;
     calendar.tick(at(230));
     let over = after(ticket.ends, LATE_FOR);
-    assert_eq!(calendar.show(Moment(over.0 - 1), &ticket), Shown::Late);
-    assert_eq!(calendar.show(over, &ticket), Shown::Expired);
+    assert_eq!(calendar.show(Moment(over.0 - 1), &ticket), ShownTicket::Late);
+    assert_eq!(calendar.show(over, &ticket), ShownTicket::Expired);
     assert!(!calendar.come(over, Nonce(2)));
-    assert_eq!(calendar.tally(), Tally { promised: 2, late: 1, never_came: 1, ..Tally::default() });
+    assert_eq!(
+        calendar.tally(),
+        PromiseCounts { promised: 2, late: 1, never_came: 1, ..PromiseCounts::default() }
+    );
     check(&calendar);
 }
 
@@ -296,14 +308,14 @@ fn a_ticket_of_another_lane_or_another_slot_is_unknown() {
     let foreign = Ticket { lane: LaneName([9; 16]), ..ticket };
     let shifted = Ticket { begins: START, ..ticket };
     for other in [foreign, shifted, Ticket { nonce: Nonce(2), ..ticket }] {
-        assert_eq!(calendar.show(at(40), &other), Shown::Unknown);
+        assert_eq!(calendar.show(at(40), &other), ShownTicket::Unknown);
     }
 }
 
 // === Early calls ===
 
 #[test]
-fn who_was_promised_first_is_called_first_and_once() {
+fn earliest_promise_is_called_first_and_once() {
     let mut calendar = calendar(NEXT);
     let tickets: Vec<Ticket> = (0..60)
         .map(|client| reserve(&mut calendar, START, at(30), 1.0, client).expect("there is room").ticket)
@@ -313,14 +325,17 @@ fn who_was_promised_first_is_called_first_and_once() {
         assert_eq!((nonce, until), (Nonce(client), after(at(1), CALL_FOR)));
     }
     assert_eq!((calendar.call(at(1)), calendar.called()), (None, 60));
-    assert_eq!(calendar.show(at(2), &tickets[5]), Shown::Open { until: after(at(1), CALL_FOR) });
+    assert_eq!(calendar.show(at(2), &tickets[5]), ShownTicket::Open { until: after(at(1), CALL_FOR) });
     assert!(calendar.come(at(2), Nonce(5)) && calendar.ran(at(3), Nonce(5)).is_some());
     assert_eq!(calendar.called(), 59);
     // The places are kept no longer; the slots are.
-    assert!(matches!(calendar.show(after(at(1), CALL_FOR), &tickets[6]), Shown::Early(_)));
+    assert!(matches!(calendar.show(after(at(1), CALL_FOR), &tickets[6]), ShownTicket::Early(_)));
     assert_eq!((calendar.called(), calendar.call(at(12))), (0, None));
-    assert_eq!(calendar.show(at(30), &tickets[6]), Shown::Open { until: at(90) });
-    assert_eq!(calendar.tally(), Tally { promised: 60, kept: 1, called_early: 60, ..Tally::default() });
+    assert_eq!(calendar.show(at(30), &tickets[6]), ShownTicket::Open { until: at(90) });
+    assert_eq!(
+        calendar.tally(),
+        PromiseCounts { promised: 60, kept: 1, called_early: 60, ..PromiseCounts::default() }
+    );
     check(&calendar);
 }
 
@@ -377,7 +392,7 @@ fn places_kept_at_once_are_bounded() {
 // === No-shows ===
 
 /// Full slots of which this part of the holders comes.
-fn slots_with_shows(calendar: &mut Calendar, slots: u64, part: f64) -> Moment {
+fn slots_with_shows(calendar: &mut TicketCalendar, slots: u64, part: f64) -> Moment {
     let mut now = START;
     let mut client = 0;
     for _ in 0..slots {
@@ -405,7 +420,7 @@ fn slots_with_shows(calendar: &mut Calendar, slots: u64, part: f64) -> Moment {
 }
 
 /// How many tickets of one slot are promised, at one request a second in a minute.
-fn room(calendar: &mut Calendar, now: Moment) -> usize {
+fn room(calendar: &mut TicketCalendar, now: Moment) -> usize {
     let first = reserve(calendar, now, now, 1.0, 1 << 32).expect("there is room").ticket;
     let others =
         (1 + (1 << 32)..).map(|client| reserve(calendar, now, now, 1.0, client).expect("there is room"));
@@ -413,8 +428,8 @@ fn room(calendar: &mut Calendar, now: Moment) -> usize {
 }
 
 #[test]
-fn who_does_not_come_is_learned_and_reckoned_with() {
-    let mut calendar = calendar(Next { share: 0.5, ..NEXT });
+fn share_of_absent_holders_is_learned_and_raises_room() {
+    let mut calendar = calendar(TicketPolicy { share: 0.5, ..NEXT });
     let now = slots_with_shows(&mut calendar, 40, 0.7);
     assert!((calendar.shows.rate() - 0.7).abs() < 0.03, "{}", calendar.shows.rate());
     let room = room(&mut calendar, now) as f64;
@@ -424,7 +439,7 @@ fn who_does_not_come_is_learned_and_reckoned_with() {
 #[test]
 fn overbooking_ends_at_its_bounds() {
     // Half of the holders is reckoned with, even if none comes.
-    let mut low = calendar(Next { share: 0.3, ..NEXT });
+    let mut low = calendar(TicketPolicy { share: 0.3, ..NEXT });
     let now = slots_with_shows(&mut low, 40, 0.0);
     assert_eq!(low.shows.rate(), SHOW_RATE_MIN);
     assert_eq!(room(&mut low, now), 36);
@@ -433,14 +448,14 @@ fn overbooking_ends_at_its_bounds() {
     let now = slots_with_shows(&mut high, 40, 0.0);
     assert_eq!(room(&mut high, now) as f64, 60.0 * BOOKED_MAX);
     // Where everything is promised anyway, nothing more is.
-    let mut whole = calendar(Next { share: 1.0, ..NEXT });
+    let mut whole = calendar(TicketPolicy { share: 1.0, ..NEXT });
     let now = slots_with_shows(&mut whole, 40, 0.5);
     assert_eq!(room(&mut whole, now), 60);
 }
 
 #[test]
-fn who_comes_again_is_learned_too() {
-    let mut calendar = calendar(Next { share: 0.5, ..NEXT });
+fn returning_holders_raise_the_learned_rate_again() {
+    let mut calendar = calendar(TicketPolicy { share: 0.5, ..NEXT });
     let mut later = slots_with_shows(&mut calendar, 40, 0.5).0;
     let low = calendar.shows.rate();
     for client in 1 << 33..(1 << 33) + 2_000 {
@@ -470,7 +485,7 @@ fn a_clock_that_jumps_an_hour_loses_nobody_and_hides_nothing() {
     assert_eq!(calendar.shows.rate(), 1.0, "who had no chance to come is no lesson");
     assert_eq!(calendar.tally().broken, 1, "the one in line");
     for ticket in &tickets[1..] {
-        assert_eq!(calendar.show(now, ticket), Shown::Late);
+        assert_eq!(calendar.show(now, ticket), ShownTicket::Late);
         assert!(calendar.come(now, ticket.nonce) && calendar.ran(now, ticket.nonce).is_some());
     }
     assert_eq!((calendar.tally().broken, calendar.tally().late), (200, 0));
@@ -524,7 +539,7 @@ fn nothing_is_promised_before_what_was_promised_can_have_run() {
 
 #[test]
 fn a_million_clients_take_bounded_memory_and_no_promise_is_lost() {
-    let mut calendar = calendar(Next { tickets: 5_000, ..NEXT });
+    let mut calendar = calendar(TicketPolicy { tickets: 5_000, ..NEXT });
     let mut tickets = Vec::new();
     for client in 0..1_000_000 {
         tickets.extend(reserve(&mut calendar, START, at(30), 10.0, client).map(|promise| promise.ticket));
@@ -533,17 +548,17 @@ fn a_million_clients_take_bounded_memory_and_no_promise_is_lost() {
     assert_eq!((calendar.holders.len(), calendar.clients.len()), (5_000, 5_000));
     for ticket in &tickets {
         calendar.tick(ticket.begins);
-        assert_eq!(calendar.show(ticket.begins, ticket), Shown::Open { until: ticket.ends });
+        assert_eq!(calendar.show(ticket.begins, ticket), ShownTicket::Open { until: ticket.ends });
         assert!(
             calendar.come(ticket.begins, ticket.nonce) && calendar.ran(ticket.begins, ticket.nonce).is_some()
         );
     }
-    assert_eq!(calendar.tally(), Tally { promised: 5_000, kept: 5_000, ..Tally::default() });
+    assert_eq!(calendar.tally(), PromiseCounts { promised: 5_000, kept: 5_000, ..PromiseCounts::default() });
 }
 
 #[test]
-fn what_is_over_is_remembered_within_bounds() {
-    let mut calendar = calendar(Next { tickets: 200_000, ..NEXT });
+fn memory_of_spent_tickets_is_bounded() {
+    let mut calendar = calendar(TicketPolicy { tickets: 200_000, ..NEXT });
     let promises =
         (0..200_000).map(|client| reserve(&mut calendar, START, at(1), 1e6, client).expect("room"));
     let tickets: Vec<Ticket> = promises.map(|promise| promise.ticket).collect();
@@ -560,7 +575,7 @@ fn what_is_over_is_remembered_within_bounds() {
     let forgotten: Vec<Ticket> = forgotten.copied().collect();
     assert_eq!(forgotten.len(), 100_000 - SPENT_MAX);
     for ticket in forgotten {
-        assert_eq!(calendar.show(at(101), &ticket), Shown::Unknown);
+        assert_eq!(calendar.show(at(101), &ticket), ShownTicket::Unknown);
         assert!(!calendar.come(at(101), ticket.nonce));
     }
     assert_eq!(calendar.tick(at(3_600)), None, "in the end nothing is left");
@@ -586,59 +601,59 @@ fn time_that_changes_something_is_told() {
 // === Restarts ===
 
 /// What the calendar has of each ticket, apart from what is only a figure for people.
-fn standings(calendar: &Calendar, now: Moment, nonces: &[Nonce]) -> Vec<(Nonce, Standing)> {
+fn standings(calendar: &TicketCalendar, now: Moment, nonces: &[Nonce]) -> Vec<(Nonce, TicketStatus)> {
     let of = |nonce: &Nonce| match calendar.standing(now, *nonce) {
-        Standing::Later { begins_in, .. } => Standing::Later { begins_in, ahead: 0 },
+        TicketStatus::Later { begins_in, .. } => TicketStatus::Later { begins_in, ahead: 0 },
         other => other,
     };
     nonces.iter().map(|nonce| (*nonce, of(nonce))).collect()
 }
 
-fn occupied(calendar: &Calendar) -> Vec<(Moment, Moment, u32)> {
+fn occupied(calendar: &TicketCalendar) -> Vec<(Moment, Moment, u32)> {
     let row = calendar.slots.row().iter().filter(|slot| slot.out > 0);
     row.map(|slot| (slot.begins, slot.ends, slot.out)).collect()
 }
 
 #[test]
-fn what_ended_while_nobody_was_here_is_still_good_and_counts_as_broken() {
+fn slots_that_ended_during_a_restart_count_as_broken() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
-    let mut restored = Calendar::new(LANE, Some(NEXT));
-    restored.restore(at(200), Record::Promised { ticket, client: ClientKey(1) });
-    assert_eq!(restored.show(at(200), &ticket), Shown::Late);
+    let mut restored = TicketCalendar::new(LANE, Some(NEXT));
+    restored.restore(at(200), TicketRecord::Promised { ticket, client: ClientKey(1) });
+    assert_eq!(restored.show(at(200), &ticket), ShownTicket::Late);
     assert!(restored.come(at(200), Nonce(1)) && restored.ran(at(201), Nonce(1)).is_some());
-    assert_eq!(restored.tally(), Tally { broken: 1, ..Tally::default() });
+    assert_eq!(restored.tally(), PromiseCounts { broken: 1, ..PromiseCounts::default() });
     check(&restored);
 }
 
 #[test]
-fn who_was_called_before_a_restart_may_come_after_it() {
+fn called_holder_keeps_its_place_over_a_restart() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(600), 1.0, 1).expect("there is room").ticket;
     let other = reserve(&mut calendar, START, at(600), 1.0, 2).expect("there is room").ticket;
     assert_eq!(calendar.call(START).map(|(nonce, _)| nonce), Some(Nonce(1)));
-    let promised = |ticket: Ticket, client| Record::Promised { ticket, client: ClientKey(client) };
-    let records = [promised(ticket, 1), Record::Called { nonce: Nonce(1) }, promised(other, 2)];
+    let promised = |ticket: Ticket, client| TicketRecord::Promised { ticket, client: ClientKey(client) };
+    let records = [promised(ticket, 1), TicketRecord::Called { nonce: Nonce(1) }, promised(other, 2)];
     for turn in 0..records.len() {
-        let mut restored = Calendar::new(LANE, Some(NEXT));
+        let mut restored = TicketCalendar::new(LANE, Some(NEXT));
         (0..records.len()).for_each(|at_| restored.restore(at(30), records[(at_ + turn) % records.len()]));
-        assert_eq!(restored.show(at(30), &ticket), Shown::Open { until: after(at(30), CALL_FOR) });
-        assert!(matches!(restored.show(at(30), &other), Shown::Early(_)));
+        assert_eq!(restored.show(at(30), &ticket), ShownTicket::Open { until: after(at(30), CALL_FOR) });
+        assert!(matches!(restored.show(at(30), &other), ShownTicket::Early(_)));
         assert_eq!(restored.called(), 1, "his place is kept");
         check(&restored);
         // He does not come, and his slot is what it was.
         restored.tick(after(at(30), CALL_FOR));
-        assert!(matches!(restored.show(at(60), &ticket), Shown::Early(_)));
-        assert_eq!(restored.show(ticket.begins, &ticket), Shown::Open { until: ticket.ends });
+        assert!(matches!(restored.show(at(60), &ticket), ShownTicket::Early(_)));
+        assert_eq!(restored.show(ticket.begins, &ticket), ShownTicket::Open { until: ticket.ends });
         check(&restored);
     }
 }
 
 #[test]
-fn what_was_free_before_the_first_restored_slot_is_free_again() {
-    let mut restored = Calendar::new(LANE, Some(NEXT));
+fn time_before_the_first_restored_slot_is_free_again() {
+    let mut restored = TicketCalendar::new(LANE, Some(NEXT));
     let ticket = Ticket { lane: LANE, begins: at(630), ends: at(690), epoch: 0, nonce: Nonce(1) };
-    restored.restore(START, Record::Promised { ticket, client: ClientKey(1) });
+    restored.restore(START, TicketRecord::Promised { ticket, client: ClientKey(1) });
     let new = reserve(&mut restored, START, START, 1.0, 2).expect("there is room").ticket;
     assert_eq!((new.begins, new.ends), (at(30), at(90)));
     assert_eq!(occupied(&restored), [(at(30), at(90), 1), (at(630), at(690), 1)]);
@@ -648,28 +663,31 @@ fn what_was_free_before_the_first_restored_slot_is_free_again() {
 fn tickets_after_a_restart_are_of_another_epoch() {
     let mut calendar = calendar(NEXT);
     let ticket = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room").ticket;
-    let mut restored = Calendar::new(LANE, Some(NEXT));
-    restored.restore(at(1), Record::Promised { ticket, client: ClientKey(1) });
+    let mut restored = TicketCalendar::new(LANE, Some(NEXT));
+    restored.restore(at(1), TicketRecord::Promised { ticket, client: ClientKey(1) });
     let new = reserve(&mut restored, at(1), at(30), 1.0, 2).expect("there is room").ticket;
     assert_eq!((ticket.epoch, new.epoch), (0, 1));
     assert_eq!(new.begins, ticket.begins, "in the same slot");
 }
 
 #[test]
-fn records_of_other_lanes_old_ones_and_strange_ones_are_passed_over() {
+fn foreign_old_and_strange_records_are_passed_over() {
     let mut calendar = calendar(NEXT);
     let ticket = Ticket { lane: LANE, begins: at(30), ends: at(90), epoch: 0, nonce: Nonce(1) };
     let client = ClientKey(1);
-    calendar
-        .restore(START, Record::Promised { ticket: Ticket { lane: LaneName([0; 16]), ..ticket }, client });
-    calendar.restore(at(5_000), Record::Promised { ticket, client });
-    calendar.restore(at(5_000), Record::Spent { nonce: Nonce(2), until: at(4_999) });
-    calendar.restore(at(5_000), Record::Forgotten { nonce: Nonce(3) });
+    calendar.restore(
+        START,
+        TicketRecord::Promised { ticket: Ticket { lane: LaneName([0; 16]), ..ticket }, client },
+    );
+    calendar.restore(at(5_000), TicketRecord::Promised { ticket, client });
+    calendar.restore(at(5_000), TicketRecord::Spent { nonce: Nonce(2), until: at(4_999) });
+    calendar.restore(at(5_000), TicketRecord::Forgotten { nonce: Nonce(3) });
     assert_eq!((calendar.promised(), calendar.tick(at(5_000))), (0, None));
-    let (begins, ends) = (Moment(u64::MAX), Moment(u64::MAX));
-    calendar.restore(at(5_000), Record::Promised { ticket: Ticket { begins, ends, ..ticket }, client });
+    let begins = Moment(u64::MAX);
+    let ends = Moment(u64::MAX);
+    calendar.restore(at(5_000), TicketRecord::Promised { ticket: Ticket { begins, ends, ..ticket }, client });
     let reversed = Ticket { begins: at(6_000), ends: at(5_500), nonce: Nonce(4), ..ticket };
-    calendar.restore(at(5_000), Record::Promised { ticket: reversed, client: ClientKey(4) });
+    calendar.restore(at(5_000), TicketRecord::Promised { ticket: reversed, client: ClientKey(4) });
     assert_eq!((calendar.promised(), calendar.tick(at(5_000))), (0, None));
 }
 
@@ -685,16 +703,16 @@ fn another_nodes_ticket_has_its_slot_here_and_is_used_up_here() {
     let ticket = moved(100, 160, 1);
     assert!(calendar.adopt(at(30), ticket, ClientKey(1)));
     assert!(!calendar.adopt(at(30), ticket, ClientKey(2)), "it is known");
-    let promise = Promise { ticket, is_new: false, ahead: 0 };
-    assert_eq!(calendar.show(at(30), &ticket), Shown::Early(promise));
-    assert_eq!(calendar.show(at(30), &Ticket { begins: at(20), ..ticket }), Shown::Unknown);
-    assert_eq!(calendar.show(at(100), &ticket), Shown::Open { until: at(160) });
+    let promise = SlotPromise { ticket, is_new: false, ahead: 0 };
+    assert_eq!(calendar.show(at(30), &ticket), ShownTicket::Early(promise));
+    assert_eq!(calendar.show(at(30), &Ticket { begins: at(20), ..ticket }), ShownTicket::Unknown);
+    assert_eq!(calendar.show(at(100), &ticket), ShownTicket::Open { until: at(160) });
     assert!(calendar.come(at(110), ticket.nonce));
-    assert_eq!(calendar.show(at(110), &ticket), Shown::Used);
+    assert_eq!(calendar.show(at(110), &ticket), ShownTicket::Used);
     assert!(calendar.ran(at(120), ticket.nonce).is_some());
-    assert_eq!(calendar.show(at(120), &ticket), Shown::Used);
+    assert_eq!(calendar.show(at(120), &ticket), ShownTicket::Used);
     assert!(!calendar.adopt(at(120), ticket, ClientKey(1)), "it was used");
-    assert_eq!(calendar.tally(), Tally { adopted: 1, kept: 1, ..Tally::default() });
+    assert_eq!(calendar.tally(), PromiseCounts { adopted: 1, kept: 1, ..PromiseCounts::default() });
     check(&calendar);
 }
 
@@ -703,7 +721,7 @@ fn a_client_has_one_good_ticket_whichever_node_gave_it() {
     let mut calendar = calendar(NEXT);
     let own = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room");
     assert!(!calendar.adopt(START, moved(0, 60, 1), ClientKey(1)), "it has one");
-    assert!(matches!(calendar.show(START, &own.ticket), Shown::Early(_)));
+    assert!(matches!(calendar.show(START, &own.ticket), ShownTicket::Early(_)));
     // Its own has ended, and makes way as it does for a new one.
     assert!(calendar.adopt(at(100), moved(120, 180, 2), ClientKey(1)));
     assert!(!calendar.adopt(at(100), moved(120, 180, 3), ClientKey(1)));
@@ -713,13 +731,14 @@ fn a_client_has_one_good_ticket_whichever_node_gave_it() {
 }
 
 #[test]
-fn another_nodes_late_ticket_is_late_here_and_one_long_over_is_none() {
+fn a_moved_late_ticket_is_late_here_and_an_old_one_unknown() {
     let mut calendar = calendar(NEXT);
-    let (late, over) = (moved(500, 560, 1), moved(0, 60, 2));
+    let late = moved(500, 560, 1);
+    let over = moved(0, 60, 2);
     assert!(calendar.adopt(at(1_000), late, ClientKey(1)));
-    assert_eq!(calendar.show(at(1_000), &late), Shown::Late);
+    assert_eq!(calendar.show(at(1_000), &late), ShownTicket::Late);
     assert!(!calendar.adopt(at(1_000), over, ClientKey(2)));
-    assert_eq!(calendar.show(at(1_000), &over), Shown::Expired);
+    assert_eq!(calendar.show(at(1_000), &over), ShownTicket::Expired);
     for strange in [
         Ticket { lane: LaneName([0; 16]), ..moved(990, 1_100, 3) },
         Ticket { begins: at(1_100), ..moved(0, 1_050, 4) },
@@ -728,7 +747,7 @@ fn another_nodes_late_ticket_is_late_here_and_one_long_over_is_none() {
         assert!(!calendar.adopt(at(1_000), strange, ClientKey(3)), "{strange:?}");
     }
     assert!(calendar.come(at(1_000), late.nonce) && calendar.ran(at(1_001), late.nonce).is_some());
-    assert_eq!(calendar.tally(), Tally { adopted: 1, late: 1, ..Tally::default() });
+    assert_eq!(calendar.tally(), PromiseCounts { adopted: 1, late: 1, ..PromiseCounts::default() });
     check(&calendar);
 }
 
@@ -760,7 +779,7 @@ fn other_nodes_tickets_take_room_and_teach_nothing() {
 }
 
 #[test]
-fn a_slow_lane_that_takes_a_ticket_over_promises_before_it_still() {
+fn a_slow_lane_still_promises_before_a_ticket_it_took_over() {
     let mut calendar = calendar(NEXT);
     // One in 125 s.
     assert!(calendar.adopt(START, moved(2_000, 2_125, 1), ClientKey(1)));
@@ -772,7 +791,7 @@ fn a_slow_lane_that_takes_a_ticket_over_promises_before_it_still() {
 fn other_nodes_tickets_are_bounded() {
     let mut calendar = calendar(NEXT);
     let most = adopted::ADOPTED_MAX as u64;
-    let adopt = |calendar: &mut Calendar, now, number: u64, begins| {
+    let adopt = |calendar: &mut TicketCalendar, now, number: u64, begins| {
         calendar.adopt(now, moved(begins, begins + 60, number.into()), ClientKey(number))
     };
     assert!((0..most).all(|number| adopt(&mut calendar, START, number, 60)));
@@ -834,15 +853,16 @@ fn step_with_moved() -> impl Strategy<Value = Step> {
 
 /// A calendar that is lived in, with what was stored of it.
 struct Life {
-    calendar: Calendar,
+    calendar: TicketCalendar,
     now: Moment,
-    records: Vec<Record>,
+    records: Vec<TicketRecord>,
     tickets: Vec<Ticket>,
 }
 
 impl Life {
     fn new() -> Self {
-        let next = Next { window: Duration::from_secs(20), horizon: Duration::from_secs(600), ..NEXT };
+        let next =
+            TicketPolicy { window: Duration::from_secs(20), horizon: Duration::from_secs(600), ..NEXT };
         Self { calendar: calendar(next), now: START, records: Vec::new(), tickets: Vec::new() }
     }
 
@@ -867,7 +887,7 @@ impl Life {
             }
             Step::Come(client) => drop(self.calendar.come(now, self.nonce(client))),
             Step::Run(client) => self.records.extend(self.calendar.ran(now, self.nonce(client))),
-            Step::Leave(client) => self.calendar.left(now, self.nonce(client)),
+            Step::Leave(client) => self.calendar.reinstate_holder(now, self.nonce(client)),
             Step::Forget(client) => self.records.extend(self.calendar.forget(now, self.nonce(client))),
             Step::Adopt { client, begins, seconds } => self.adopt(client, begins, seconds),
             Step::Call => drop(self.calendar.call(now)),
@@ -892,7 +912,10 @@ impl Life {
             let shown = self.calendar.show(self.now, &ticket);
             let is_late = ends <= self.now;
             let is_early = begins > self.now;
-            assert_eq!((shown == Shown::Late, matches!(shown, Shown::Early(_))), (is_late, is_early));
+            assert_eq!(
+                (shown == ShownTicket::Late, matches!(shown, ShownTicket::Early(_))),
+                (is_late, is_early)
+            );
             self.tickets.push(ticket);
         }
     }
@@ -906,7 +929,7 @@ impl Life {
         // The arithmetic here is another one than the calendar's, so the last digits differ.
         assert!(f64::from(slot.out) <= rate * seconds * BOOKED_MAX + 1e-6, "{slot:?} at {rate} a second");
         self.tickets.push(ticket);
-        self.records.push(Record::Promised { ticket, client: ClientKey(client) });
+        self.records.push(TicketRecord::Promised { ticket, client: ClientKey(client) });
     }
 }
 
@@ -933,7 +956,8 @@ proptest! {
             life.calendar.ran(end, nonce);
         }
         check(&life.calendar);
-        let (tally, made) = (life.calendar.tally(), made(&life));
+        let tally = life.calendar.tally();
+        let made = made(&life);
         prop_assert!(life.calendar.slots.row().iter().all(|slot| slot.out + slot.outside == 0));
         prop_assert!(life.calendar.holders.is_empty() && life.calendar.clients.is_empty());
         // A promise that is taken back after its slot has ended may have been counted already.
@@ -951,23 +975,23 @@ proptest! {
         let now = Moment(life.now.0 + 1);
         let everybody: Vec<Nonce> = life.tickets.iter().map(|ticket| ticket.nonce).collect();
         for nonce in &everybody {
-            life.calendar.left(now, *nonce);
+            life.calendar.reinstate_holder(now, *nonce);
         }
         life.calendar.tick(after(now, CALL_FOR));
         let now = after(now, CALL_FOR);
         let mut records = life.records.clone();
         let cut = order.index(records.len().max(1));
         // In another order, but what takes back comes after what it takes back: the store has only what is left.
-        records.sort_by_key(|record| matches!(record, Record::Forgotten { .. }));
-        let promised = records.iter().filter(|record| !matches!(record, Record::Forgotten { .. })).count();
+        records.sort_by_key(|record| matches!(record, TicketRecord::Forgotten { .. }));
+        let promised = records.iter().filter(|record| !matches!(record, TicketRecord::Forgotten { .. })).count();
         records[..promised].rotate_left(cut.min(promised));
-        let mut restored = Calendar::new(LANE, life.calendar.next);
+        let mut restored = TicketCalendar::new(LANE, life.calendar.next);
         records.iter().for_each(|record| restored.restore(now, *record));
         restored.tick(now);
         check(&restored);
         let kept: Vec<Nonce> = everybody
             .into_iter()
-            .filter(|nonce| life.calendar.standing(now, *nonce) != Standing::Unknown)
+            .filter(|nonce| life.calendar.standing(now, *nonce) != TicketStatus::Unknown)
             .collect();
         prop_assert_eq!(standings(&restored, now, &kept), standings(&life.calendar, now, &kept));
         prop_assert_eq!(occupied(&restored), occupied(&life.calendar));

@@ -1,20 +1,23 @@
-//! Permits in bulk, for lanes where nothing waits: the caller counts them itself and comes back only when they are wanted.
+//! Lends permits in bulk to the caller, for lanes where nothing waits. The caller counts them
+//! itself and comes back only when they are recalled.
 //!
-//! Lent permits count as used. They are lent only where more than half of every bound on the path is free, and wanted back as
-//! soon as somebody has to wait for one of those bounds. Nobody notes what runs on them and since when, and a wait behind it
-//! cannot be told well: so none are lent where there has just been a line, since the next one may be near.
+//! Lent permits count as used. They are lent only where more than half of every limit on the path
+//! is free. They are recalled as soon as a request has to wait for one of those limits. Their use
+//! is not recorded, so a wait behind them is hard to predict. So none are lent shortly after a
+//! queue, as the next one may be near.
 //!
 //! Not here: single permits (`machine`).
 
 use super::Admission;
-use crate::{Effect, LaneId, Moment};
+use crate::{AdmissionEffect, LaneId, Moment};
 
-/// Nothing is lent to a lane whose last line ended less than so long ago, in microseconds.
+/// Time after a lane's last queue during which nothing is lent, in microseconds.
 const LINE_AGO_US: u64 = 60_000_000;
 
 impl Admission {
-    /// Lends up to so many permits of a lane: as many as leave half of each bound on its path free. 0: somebody waits on the path
-    /// or holds a ticket, half is in use, or the lane has just had a line.
+    /// Lends up to `count` permits of a lane: as many as leave half of each limit on its path free.
+    /// Returns 0 if half is in use, or if a request on the path waits or holds a ticket. It also
+    /// returns 0 shortly after a queue.
     pub fn lend(&mut self, now: Moment, lane: LaneId, count: u32) -> u32 {
         let Some(index) = self.find(lane) else { return 0 };
         if self.at(index).learned.had_line_since(Moment(now.0.saturating_sub(LINE_AGO_US))) {
@@ -39,19 +42,19 @@ impl Admission {
         count
     }
 
-    /// Lent permits come back; more than were lent do not.
+    /// Takes lent permits back, at most as many as were lent.
     pub fn give_back(&mut self, now: Moment, lane: LaneId, count: u32) {
         let Some(index) = self.find_even_gone(lane) else { return };
         let lane = self.at_mut(index);
         let count = count.min(lane.lent);
         lane.lent -= count;
         if count > 0 {
-            self.vacate(index, count);
+            self.return_permits(index, count);
             self.dispatch(now);
         }
     }
 
-    /// Somebody has to wait: what is lent out of the full lanes of this path is wanted back.
+    /// Recalls permits lent out of the full lanes of this path, because a request has to wait.
     pub(super) fn recall(&mut self, now: Moment, path: &[u32]) {
         let mut wanted: Vec<u32> = path.iter().copied().filter(|at| self.at(*at).is_full()).collect();
         while let Some(at) = wanted.pop() {
@@ -64,7 +67,7 @@ impl Admission {
                     wanted.push(inner);
                 } else if self.at(at).lent > 0 {
                     self.at_mut(at).learned.lent_are_recalled(now);
-                    self.effects.push(Effect::Recall(self.id_of(at)));
+                    self.effects.push(AdmissionEffect::Recall(self.id_of(at)));
                 }
             }
         }

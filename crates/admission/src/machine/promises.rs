@@ -1,66 +1,69 @@
-//! Tickets: who is turned away with a slot, who comes back with one, and who is called before his time.
+//! Tickets: deferrals with a slot, returns of holders, and early calls.
 //!
-//! Not here: which slot is free and what becomes of it (`calendar`), signatures (`ticket`).
+//! Not here: which slot is free and how it ends (`calendar`), signatures (`ticket`).
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
-use super::line::{Place, Rank};
-use super::waits::{Wait, micros};
+use super::waits::{ExpectedWait, micros};
 use super::{Admission, later, order_of};
-use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX};
-use crate::predict::Slot;
+use crate::calendar::{CALL_FOR, LATE_FOR, ShownTicket, TICKETS_MAX, TicketCalendar};
+use crate::machine::wait_queue::{QueuePosition, QueueRank};
+use crate::predict::ClassSlot;
 use crate::{
-    Ask, ClientKey, Counts, Effect, LaneId, LaneName, Moment, Nonce, Offer, Pass, Promise, Record, Refused,
-    Standing, Ticket,
+    AdmissionEffect, AdmissionRefusal, AdmissionRequest, ClientKey, Decision, LaneCounts, LaneId, LaneName,
+    Moment, Nonce, RequestKey, SlotPromise, Ticket, TicketRecord, TicketStatus,
 };
 
-/// Part of what drains in a window below which the line is short enough to call somebody who was to come later.
+/// Part of a window's drained work below which the queue is short enough to call a holder early.
 const CALL_BELOW: f64 = 0.5;
 
-/// Holders who come may take so many times the bytes that newcomers may: these cannot fill up what those were promised.
+/// Factor on the bytes that holders may take against newcomers. So newcomers cannot use up the
+/// bytes that holders need.
 const HOLDER_BYTES: u64 = 2;
 
-/// What a request takes is stored anew when it is so many times as much, or as little, as what is stored.
+/// Factor of change, up or down, from which on the service time is stored again.
 const PACE_CHANGE: f64 = 1.25;
 
 /// The calendars of all lanes that promise, or have promised.
 #[derive(Debug, Default)]
-pub(super) struct Promised {
-    calendars: HashMap<u32, Calendar>,
-    /// When something changes in a calendar by time alone.
+pub(super) struct PromiseTable {
+    calendars: HashMap<u32, TicketCalendar>,
+    /// When time alone changes something in a calendar.
     due: BTreeSet<(Moment, u32)>,
     due_of: HashMap<u32, Moment>,
-    /// Where a ticket is from, and how long anybody may ask.
+    /// The lane that gave each ticket, and until when that is remembered.
     lanes: HashMap<Nonce, u32>,
     lanes_until: BTreeSet<(Moment, Nonce)>,
-    /// Requests that run on a ticket, with what is to be stored when they end: until then a crash leaves the ticket good.
-    running: HashMap<Pass, Record>,
-    /// What was stored last of what a request takes, microseconds.
+    /// Requests that run on a ticket, with the record to store when they end. Until then, a crash
+    /// leaves the ticket valid.
+    running: HashMap<RequestKey, TicketRecord>,
+    /// Service time stored last for each lane, microseconds.
     paced: HashMap<u32, f64>,
 }
 
-/// A request came on this ticket.
+/// The ticket with which a request came.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Holding {
+pub(super) struct HeldTicket {
     lane: LaneId,
     nonce: Nonce,
 }
 
 impl Admission {
-    /// How the ticket with this number stands.
-    pub fn standing(&self, now: Moment, nonce: Nonce) -> Standing {
-        let Some(index) = self.promised.lanes.get(&nonce).copied() else { return Standing::Unknown };
-        let Some(calendar) = self.promised.calendars.get(&index) else { return Standing::Unknown };
+    /// Returns the status of the ticket with this number.
+    pub fn standing(&self, now: Moment, nonce: Nonce) -> TicketStatus {
+        let Some(index) = self.promised.lanes.get(&nonce).copied() else { return TicketStatus::Unknown };
+        let Some(calendar) = self.promised.calendars.get(&index) else { return TicketStatus::Unknown };
         match calendar.standing(now, nonce) {
-            Standing::Later { begins_in, ahead } => {
-                Standing::Later { begins_in, ahead: self.before_slot(index, begins_in, ahead) }
+            TicketStatus::Later { begins_in, ahead } => {
+                TicketStatus::Later { begins_in, ahead: self.before_slot(index, begins_in, ahead) }
             }
             other => other,
         }
     }
 
-    /// Whether the holder of this ticket would hear a call: only those who would are called early.
+    /// Notes whether the holder of this ticket would receive a call. Only those that would are
+    /// called early.
     pub fn listen(&mut self, now: Moment, nonce: Nonce, would_hear: bool) {
         let Some(index) = self.promised.lanes.get(&nonce).copied() else { return };
         if let Some(calendar) = self.promised.calendars.get_mut(&index) {
@@ -69,37 +72,41 @@ impl Admission {
         }
     }
 
-    /// What was stored before a restart, told before anybody is served.
-    pub fn restore(&mut self, now: Moment, lane: LaneId, record: Record) {
+    /// Restores a stored record after a restart, before any request is served.
+    pub fn restore(&mut self, now: Moment, lane: LaneId, record: TicketRecord) {
         let Some(index) = self.find(lane) else { return };
-        if let Record::Paced { service_us, .. } = record {
+        if let TicketRecord::Paced { service_us, .. } = record {
             self.at_mut(index).learned.recall(now, service_us as f64);
             self.promised.paced.insert(index, service_us as f64);
             return;
         }
-        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
-        let calendar = self.promised.calendars.entry(index).or_insert_with(|| Calendar::new(name, next));
+        let name = self.at(index).name;
+        let next = self.at(index).bounds.next;
+        let calendar =
+            self.promised.calendars.entry(index).or_insert_with(|| TicketCalendar::new(name, next));
         calendar.restore(now, record);
         match record {
-            Record::Promised { ticket, .. } => self.promised.remember(index, &ticket),
-            Record::Spent { nonce, until } => self.promised.remember_until(index, nonce, until),
-            Record::Called { .. } | Record::Forgotten { .. } | Record::Paced { .. } => {}
+            TicketRecord::Promised { ticket, .. } => self.promised.remember(index, &ticket),
+            TicketRecord::Spent { nonce, until } => self.promised.remember_until(index, nonce, until),
+            TicketRecord::Called { .. } | TicketRecord::Forgotten { .. } | TicketRecord::Paced { .. } => {}
         }
         self.promised.arrange(now, index);
     }
 
-    /// All promises that are out, as they were stored: for a store that has lost them.
-    pub fn promises(&self) -> Vec<Record> {
+    /// Returns all open promises as they were stored, for a store that has lost them.
+    pub fn promises(&self) -> Vec<TicketRecord> {
         let mut lanes: Vec<_> = self.promised.calendars.iter().collect();
         lanes.sort_unstable_by_key(|(index, _)| **index);
-        let mut records: Vec<Record> = lanes.iter().flat_map(|(_, calendar)| calendar.records()).collect();
+        let mut records: Vec<TicketRecord> =
+            lanes.iter().flat_map(|(_, calendar)| calendar.records()).collect();
         let mut known: Vec<_> = self.promised.paced.iter().collect();
         known.sort_unstable_by_key(|(index, _)| **index);
         records.extend(known.iter().map(|(index, service_us)| paced(self.at(**index).name, **service_us)));
         records
     }
 
-    /// Stores what a request takes, if that has changed by much: after a restart slots can be given by it.
+    /// Stores the service time if it has changed much, so that slots can be given by it after a
+    /// restart.
     fn note_pace(&mut self, index: u32) {
         if self.promised_of(index) == 0 {
             return;
@@ -108,35 +115,36 @@ impl Admission {
         let Some(service_us) = lane.learned.expected_of_any() else { return };
         let noted = self.promised.paced.get(&index).copied().unwrap_or(0.0);
         if !(noted / PACE_CHANGE..noted * PACE_CHANGE).contains(&service_us) {
-            self.effects.push(Effect::Store(paced(lane.name, service_us)));
+            self.effects.push(AdmissionEffect::Store(paced(lane.name, service_us)));
             self.promised.paced.insert(index, service_us);
         }
     }
 
-    /// Takes back a promise that could not be stored, before anybody was told of it.
+    /// Takes back a promise that could not be stored, before anybody learned of it.
     pub fn forget(&mut self, now: Moment, nonce: Nonce) {
         let Some(lane) = self.promised.lanes.get(&nonce).copied() else { return };
         let calendar = self.promised.calendars.get_mut(&lane);
         if let Some(record) = calendar.and_then(|calendar| calendar.forget(now, nonce)) {
-            self.effects.push(Effect::Store(record));
+            self.effects.push(AdmissionEffect::Store(record));
             self.promised.arrange(now, lane);
         }
     }
 
-    /// A lane's bounds say whether and how it promises.
+    /// Sets from a lane's limits whether and how it promises.
     pub(super) fn set_promising(&mut self, now: Moment, index: u32) {
-        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
+        let name = self.at(index).name;
+        let next = self.at(index).bounds.next;
         match self.promised.calendars.get_mut(&index) {
             Some(calendar) => calendar.set(next),
             None if next.is_some() => {
-                self.promised.calendars.insert(index, Calendar::new(name, next));
+                self.promised.calendars.insert(index, TicketCalendar::new(name, next));
             }
             None => return,
         }
         self.promised.arrange(now, index);
     }
 
-    /// A lane is removed, and with it what it promised.
+    /// Drops the promises of a removed lane.
     pub(super) fn stop_promising(&mut self, index: u32) {
         self.promised.calendars.remove(&index);
         self.promised.paced.remove(&index);
@@ -145,16 +153,16 @@ impl Admission {
         }
     }
 
-    /// Tickets that are out.
+    /// Returns the number of tickets that are out.
     pub(super) fn promised_of(&self, index: u32) -> u32 {
-        self.promised.calendars.get(&index).map_or(0, Calendar::promised)
+        self.promised.calendars.get(&index).map_or(0, TicketCalendar::promised)
     }
 
-    /// What has happened in a lane, with what became of its promises.
-    pub(super) fn tally_of(&self, index: u32, counts: Counts) -> Counts {
+    /// Returns the event counts of a lane, including how its promises ended.
+    pub(super) fn tally_of(&self, index: u32, counts: LaneCounts) -> LaneCounts {
         let Some(calendar) = self.promised.calendars.get(&index) else { return counts };
         let tally = calendar.tally();
-        Counts {
+        LaneCounts {
             promised: tally.promised,
             adopted: tally.adopted,
             kept: tally.kept,
@@ -166,94 +174,106 @@ impl Admission {
         }
     }
 
-    /// Somebody shows a ticket. `None`: it says nothing here, and he is a newcomer.
+    /// Offers a request that shows a ticket. `None` if the ticket is not valid here, which makes
+    /// its bearer a newcomer.
     pub(super) fn offer_to_holder(
         &mut self,
         now: Moment,
         index: u32,
-        slot: Slot,
-        ask: &Ask,
+        slot: ClassSlot,
+        ask: &AdmissionRequest,
         ticket: &Ticket,
         has_room: bool,
-    ) -> Option<Offer> {
+    ) -> Option<Decision> {
         let shown = match self.show(now, index, ticket) {
-            Shown::Unknown if ask.adopts && self.adopt(now, index, ticket, ask.client) => {
+            ShownTicket::Unknown if ask.adopts && self.adopt(now, index, ticket, ask.client) => {
                 self.show(now, index, ticket)
             }
             shown => shown,
         };
         let begins = i64::try_from(ticket.begins.0).unwrap_or(i64::MAX);
         let place = match shown {
-            Shown::Unknown => return None,
-            Shown::Used => return Some(self.refuse(index, Refused::Replayed)),
-            Shown::Expired => return Some(self.refuse(index, Refused::Expired)),
-            // A newcomer would run at once as well: nothing is gained by sending away who has waited.
-            Shown::Early(promise) if !has_room => {
-                return Some(Offer::Early(self.with_line(now, index, promise)));
+            ShownTicket::Unknown => return None,
+            ShownTicket::Used => return Some(self.refuse(index, AdmissionRefusal::Replayed)),
+            ShownTicket::Expired => return Some(self.refuse(index, AdmissionRefusal::Expired)),
+            // A newcomer would run at once as well, so sending away a request that has waited gains
+            // nothing.
+            ShownTicket::Early(promise) if !has_room => {
+                return Some(Decision::Early(self.with_line(now, index, promise)));
             }
-            // Called: his place has been kept since then, behind who was in line before.
-            Shown::Open { until } if ticket.begins > now => {
-                (Rank::Newcomer, order_of(until, 0) - i64::try_from(CALL_FOR.as_micros()).unwrap_or(0))
+            // It was called. Its position has been kept since then, behind the requests that were
+            // queued before.
+            ShownTicket::Open { until } if ticket.begins > now => {
+                (QueueRank::Newcomer, order_of(until, 0) - i64::try_from(CALL_FOR.as_micros()).unwrap_or(0))
             }
-            Shown::Early(_) | Shown::Open { .. } => (Rank::Holder, begins),
-            Shown::Late => (Rank::LateHolder, begins),
+            ShownTicket::Early(_) | ShownTicket::Open { .. } => (QueueRank::Holder, begins),
+            ShownTicket::Late => (QueueRank::LateHolder, begins),
         };
-        let holding = Holding { lane: self.id_of(index), nonce: ticket.nonce };
+        let holding = HeldTicket { lane: self.id_of(index), nonce: ticket.nonce };
         if has_room {
             self.come(now, &holding);
             let pass = self.run_at_once(now, index, slot);
             self.spend(now, pass, &holding);
-            return Some(Offer::Run(pass));
+            return Some(Decision::Run(pass));
         }
         self.recall(now, self.path(index).as_slice());
         let lane = self.at(index);
         let room = lane.bounds.wait_bytes.saturating_mul(HOLDER_BYTES);
         if !ask.can_wait || lane.bytes.saturating_add(ask.bytes) > room {
-            // The ticket stays good: he may come again.
+            // The ticket stays valid: its holder may come again.
             let wait = self.wait_at_end(now, index);
-            let prediction = self.told(index, lane.line.len(), wait);
-            return Some(self.refuse(index, Refused::Full(prediction)));
+            let prediction = self.describe_wait(index, lane.line.len(), wait);
+            return Some(self.refuse(index, AdmissionRefusal::Full(prediction)));
         }
         self.come(now, &holding);
         Some(self.get_in_line(now, index, slot, ask, place, Some(holding)))
     }
 
-    fn show(&mut self, now: Moment, index: u32, ticket: &Ticket) -> Shown {
+    fn show(&mut self, now: Moment, index: u32, ticket: &Ticket) -> ShownTicket {
         let calendar = self.promised.calendars.get_mut(&index);
-        calendar.map_or(Shown::Unknown, |calendar| calendar.show(now, ticket))
+        calendar.map_or(ShownTicket::Unknown, |calendar| calendar.show(now, ticket))
     }
 
-    /// Another node's ticket is shown here for the first time. Also where none are given any more: what was promised is kept.
+    /// Adopts another node's ticket that is shown here for the first time. This applies even if
+    /// none are given any more: promises are kept.
     fn adopt(&mut self, now: Moment, index: u32, ticket: &Ticket, client: ClientKey) -> bool {
-        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
-        let calendar = self.promised.calendars.entry(index).or_insert_with(|| Calendar::new(name, next));
+        let name = self.at(index).name;
+        let next = self.at(index).bounds.next;
+        let calendar =
+            self.promised.calendars.entry(index).or_insert_with(|| TicketCalendar::new(name, next));
         if !calendar.adopt(now, *ticket, client) {
             return false;
         }
         self.promised.remember(index, ticket);
         self.promised.arrange(now, index);
         // Otherwise a restart would not know that it was used.
-        self.effects.push(Effect::Store(Record::Promised { ticket: *ticket, client }));
+        self.effects.push(AdmissionEffect::Store(TicketRecord::Promised { ticket: *ticket, client }));
         true
     }
 
-    /// There is no place in line: a slot, if any is given here.
-    pub(super) fn turn_away(&mut self, now: Moment, index: u32, ask: &Ask, wait: Option<Wait>) -> Offer {
+    /// Defers a request that gets no position in the queue: with a slot, if any is given here.
+    pub(super) fn turn_away(
+        &mut self,
+        now: Moment,
+        index: u32,
+        ask: &AdmissionRequest,
+        wait: Option<ExpectedWait>,
+    ) -> Decision {
         let lane = self.at(index);
-        let ahead = lane.line.before(Place {
-            rank: Rank::Newcomer,
+        let ahead = lane.line.before(QueuePosition {
+            rank: QueueRank::Newcomer,
             order: order_of(now, ask.priority),
             turn: u64::MAX,
         });
-        let prediction = self.told(index, ahead.count, wait);
+        let prediction = self.describe_wait(index, ahead.count, wait);
         let (Some(nonce), Some(_)) = (ask.nonce, lane.bounds.next) else {
-            return self.refuse(index, Refused::Full(prediction));
+            return self.refuse(index, AdmissionRefusal::Full(prediction));
         };
-        // Not before those who are in line now have had their turn.
+        // Not before the requests in the queue now have had their turn.
         let earliest = later(now, wait.map_or(lane.bounds.wait, |wait| micros(wait.expected)));
         match self.promise(now, index, earliest, ask, nonce) {
-            Some(promise) => Offer::Next(self.with_line(now, index, promise)),
-            None => self.refuse(index, Refused::NoSlot(prediction)),
+            Some(promise) => Decision::Next(self.with_line(now, index, promise)),
+            None => self.refuse(index, AdmissionRefusal::NoSlot(prediction)),
         }
     }
 
@@ -262,31 +282,33 @@ impl Admission {
         now: Moment,
         index: u32,
         earliest: Moment,
-        ask: &Ask,
+        ask: &AdmissionRequest,
         nonce: Nonce,
-    ) -> Option<Promise> {
+    ) -> Option<SlotPromise> {
         let rate = self.requests_per_second(index)?;
         let calendar = self.promised.calendars.get_mut(&index)?;
         let promise = calendar.reserve(now, earliest, rate, ask.client, nonce)?;
         if promise.is_new {
             self.promised.remember(index, &promise.ticket);
             self.promised.arrange(now, index);
-            let record = Record::Promised { ticket: promise.ticket, client: ask.client };
-            self.effects.push(Effect::Store(record));
-            // Not only at the ends of slots: a crash before the first would leave the next start without a pace to promise by.
+            let record = TicketRecord::Promised { ticket: promise.ticket, client: ask.client };
+            self.effects.push(AdmissionEffect::Store(record));
+            // Not only at the ends of slots. A crash before the first end would leave the next
+            // start without a pace to promise by.
             self.note_pace(index);
         }
         Some(promise)
     }
 
-    /// The promise as its holder is told it: not only tickets go before him.
-    fn with_line(&self, now: Moment, index: u32, promise: Promise) -> Promise {
+    /// Returns the promise as shown to its holder: tickets are not all that goes before it.
+    fn with_line(&self, now: Moment, index: u32, promise: SlotPromise) -> SlotPromise {
         let begins_in = Duration::from_micros(promise.ticket.begins.0.saturating_sub(now.0));
-        Promise { ahead: self.before_slot(index, begins_in, promise.ahead), ..promise }
+        SlotPromise { ahead: self.before_slot(index, begins_in, promise.ahead), ..promise }
     }
 
-    /// So many go before the holder of a ticket: those with `tickets` before his, and of the line whoever has his turn before the
-    /// slot begins. From then on the holder goes first.
+    /// Returns how many requests go before the holder of a ticket. They are the holders of the
+    /// `tickets` before it, and queued requests that run before the slot begins. After that, the
+    /// holder goes first.
     fn before_slot(&self, index: u32, begins_in: Duration, tickets: u32) -> u32 {
         let turns =
             self.requests_per_second(index).map_or(0.0, |rate| (rate * begins_in.as_secs_f64()).ceil());
@@ -299,51 +321,53 @@ impl Admission {
         tickets.saturating_add(self.at(index).line.len().min(turns))
     }
 
-    fn refuse(&mut self, index: u32, refused: Refused) -> Offer {
+    fn refuse(&mut self, index: u32, refused: AdmissionRefusal) -> Decision {
         self.at_mut(index).counts.refused += 1;
-        Offer::Refused(refused)
+        Decision::Refused(refused)
     }
 
-    /// The holder is in line, or runs.
-    fn come(&mut self, now: Moment, holding: &Holding) {
+    /// Notes that the holder is in the queue, or runs.
+    fn come(&mut self, now: Moment, holding: &HeldTicket) {
         self.with_calendar(now, holding, |calendar| {
             calendar.come(now, holding.nonce);
         });
     }
 
-    /// The holder has his permit: the ticket is used up, unless the process ends before his request does.
-    pub(super) fn spend(&mut self, now: Moment, pass: Pass, holding: &Holding) {
+    /// Uses up the ticket of a holder that has its permit, unless the process ends before its
+    /// request does.
+    pub(super) fn spend(&mut self, now: Moment, pass: RequestKey, holding: &HeldTicket) {
         let record = self.with_calendar(now, holding, |calendar| calendar.ran(now, holding.nonce)).flatten();
         self.promised.running.extend(record.map(|record| (pass, record)));
     }
 
-    /// A request that ran has ended, whoever it was of.
-    pub(super) fn has_spent(&mut self, pass: Pass) {
+    /// Notes that a request that ran has ended, with or without a ticket.
+    pub(super) fn has_spent(&mut self, pass: RequestKey) {
         if !self.promised.running.is_empty() {
-            self.effects.extend(self.promised.running.remove(&pass).map(Effect::Store));
+            self.effects.extend(self.promised.running.remove(&pass).map(AdmissionEffect::Store));
         }
     }
 
-    /// The holder left the line before his turn, and may come again.
-    pub(super) fn come_back(&mut self, now: Moment, holding: &Holding) {
-        self.with_calendar(now, holding, |calendar| calendar.left(now, holding.nonce));
+    /// Notes that the holder left the queue before its turn, and may come again.
+    pub(super) fn come_back(&mut self, now: Moment, holding: &HeldTicket) {
+        self.with_calendar(now, holding, |calendar| calendar.reinstate_holder(now, holding.nonce));
     }
 
     fn with_calendar<T>(
         &mut self,
         now: Moment,
-        holding: &Holding,
-        change: impl FnOnce(&mut Calendar) -> T,
+        holding: &HeldTicket,
+        change: impl FnOnce(&mut TicketCalendar) -> T,
     ) -> Option<T> {
-        // The lane may have been removed, and its number be another one's.
+        // The lane may have been removed, and its number reused.
         let index = self.find(holding.lane)?;
         let answer = self.promised.calendars.get_mut(&index).map(change);
         self.promised.arrange(now, index);
         answer
     }
 
-    /// Where the line is short, holders are called before their time, so that no permit lies idle while somebody waits outside. The
-    /// places of those who were called count as part of the line, so not all are called at once.
+    /// Calls holders early while the queue is short, so that no permit is idle while a holder waits
+    /// outside. Positions of called holders count as part of the queue, so not all are called at
+    /// once.
     pub(super) fn call_early(&mut self, now: Moment, index: u32) {
         if !self.promised.calendars.contains_key(&index) || self.promised_of(index) == 0 {
             return;
@@ -353,15 +377,15 @@ impl Admission {
         let free = f64::from(lane.run.saturating_sub(lane.running));
         let Some(rate) = self.requests_per_second(index) else { return };
         let Some(calendar) = self.promised.calendars.get_mut(&index) else { return };
-        // Who is called comes within the time that his place is kept, or not at all.
-        // And nobody is called into a line that is longer than lines are to be here.
+        // A called holder comes within the time that its position is kept, or not at all. No holder
+        // is called into a queue that is longer than the lane's limit.
         let span = next.window.mul_f64(CALL_BELOW).min(CALL_FOR).min(lane.bounds.wait);
         let ahead = (span.as_secs_f64() * rate).max(free);
         let mut has_called = false;
         while f64::from(waiting + calendar.called()) < ahead {
             let Some((nonce, until)) = calendar.call(now) else { break };
-            self.effects.push(Effect::Store(Record::Called { nonce }));
-            self.effects.push(Effect::Call { nonce, until });
+            self.effects.push(AdmissionEffect::Store(TicketRecord::Called { nonce }));
+            self.effects.push(AdmissionEffect::Call { nonce, until });
             has_called = true;
         }
         if has_called {
@@ -369,20 +393,21 @@ impl Admission {
         }
     }
 
-    /// Holders outside who will go before one who comes now and has his turn then: those who were called, and those whose slots
-    /// will have begun.
+    /// Returns the holders outside that will go before a request that comes now and runs at `turn`.
+    /// They are the called holders, and those whose slots will have begun.
     pub(super) fn due(&self, now: Moment, index: u32, turn: f64) -> f64 {
         let Some(calendar) = self.promised.calendars.get(&index) else { return 0.0 };
         calendar.due(now, later(now, micros(turn)))
     }
 
-    /// Requests of this lane that end in a second, if there is a line: what may be promised is a part of it.
+    /// Returns how many requests of this lane end in a second while there is a queue. Promises are
+    /// a part of that.
     pub(super) fn requests_per_second(&self, index: u32) -> Option<f64> {
         let service = self.at(index).learned.expected_of_any()?;
         Some(self.permits_in_line(index) / service.max(1.0) * 1e6)
     }
 
-    /// Slots and calls that have ended. Says when the next one does.
+    /// Ends slots and calls that are over. Returns when the next one ends.
     pub(super) fn tick_promises(&mut self, now: Moment) -> Option<Moment> {
         while let Some((due, index)) = self.promised.due.first().copied().filter(|(due, _)| *due <= now) {
             self.promised.due.remove(&(due, index));
@@ -401,11 +426,11 @@ impl Admission {
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it saturates")]
-fn paced(lane: LaneName, service_us: f64) -> Record {
-    Record::Paced { lane, service_us: service_us.round() as u64 }
+fn paced(lane: LaneName, service_us: f64) -> TicketRecord {
+    TicketRecord::Paced { lane, service_us: service_us.round() as u64 }
 }
 
-impl Promised {
+impl PromiseTable {
     fn remember(&mut self, index: u32, ticket: &Ticket) {
         self.remember_until(index, ticket.nonce, later(ticket.ends, LATE_FOR + MEMORY_SPARE));
     }
@@ -421,7 +446,7 @@ impl Promised {
         }
     }
 
-    /// Of tickets that are long over it is not remembered where they are from.
+    /// Forgets the lanes of tickets that ended long ago.
     fn drop_old(&mut self, now: Moment) {
         while let Some(first) = self.lanes_until.first().copied().filter(|(until, _)| *until <= now) {
             self.lanes_until.remove(&first);
@@ -429,7 +454,7 @@ impl Promised {
         }
     }
 
-    /// A calendar has changed: when it is to be looked at again.
+    /// Notes when a changed calendar must be evaluated again.
     fn arrange(&mut self, now: Moment, index: u32) {
         let due = self.calendars.get_mut(&index).and_then(|calendar| calendar.tick(now));
         let was = self.due_of.get(&index).copied();
@@ -447,9 +472,9 @@ impl Promised {
     }
 }
 
-/// Of so many tickets it is remembered where they are from. About 100 bytes each. Of more, the one that is over first can be asked
-/// about no more; its holder may come all the same, as his ticket says which lane it is for.
+/// Tickets whose lane is remembered, about 100 bytes each. Beyond that, the ticket that ends first
+/// can no longer be queried. Its holder may still come, as the ticket names its lane.
 const REMEMBERED_MAX: usize = 2 * TICKETS_MAX as usize;
 
-/// So much longer than a ticket may be good it is remembered where it is from.
+/// Time for which a ticket's lane is remembered beyond the longest validity of a ticket.
 const MEMORY_SPARE: Duration = Duration::from_secs(1);

@@ -1,40 +1,42 @@
-//! The tree of lanes: permits that count in a lane and in all around it, and whose turn it is when one frees.
+//! The tree of lanes. A permit counts in a lane and in all around it. A freed permit goes to the
+//! lane whose turn it is.
 //!
-//! Each lane knows which of its flows (its own line, the lanes inside it) can go. That changes only along the path from a lane
-//! to the node's, so every step is a walk of at most [`DEPTH_MAX`] lanes, whatever their number.
+//! Each lane knows which of its flows can go: its own queue, and the lanes inside it. That changes
+//! only along the path from a lane to the node's. So every step walks at most [`DEPTH_MAX`] lanes,
+//! whatever their number.
 //!
-//! Not here: what is offered and answered (`machine`), and how one is chosen among flows (`fair`).
+//! Not here: offers and decisions (`machine`), and the choice among flows (`fair`).
 
 use super::{Admission, DEPTH_MAX};
 use crate::lane::{Lane, OWN_LINE, OWN_WEIGHT};
-use crate::predict::Slot;
-use crate::{Bounds, Effect, LaneId, LaneName, Moment, Refused};
+use crate::predict::ClassSlot;
+use crate::{AdmissionEffect, AdmissionRefusal, LaneId, LaneLimits, LaneName, Moment};
 
-/// Service that is assumed for sharing, in microseconds, as long as nothing at all is known. Nobody is told of it. Little, so that who
-/// came first owes nothing for it later.
+/// Service assumed for sharing, in microseconds, while nothing at all is known. It is never shown.
+/// It is small, so that the first request owes nothing for it later.
 const COST_UNKNOWN: f64 = 1_000.0;
 
 /// A lane and those around it, from the inside out.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Path {
+pub(super) struct LanePath {
     lanes: [u32; DEPTH_MAX],
     len: usize,
 }
 
-impl Path {
+impl LanePath {
     pub(super) fn as_slice(&self) -> &[u32] {
         &self.lanes[..self.len]
     }
 }
 
 impl Admission {
-    /// A lane that has not been removed.
+    /// Returns a lane that has not been removed.
     pub(super) fn find(&self, lane: LaneId) -> Option<u32> {
         let found = self.lanes.get(lane.index as usize)?;
         (found.generation == lane.generation && !found.is_gone).then_some(lane.index)
     }
 
-    /// A lane that has been removed or not, if anything still runs in it.
+    /// Returns a lane, even a removed one if something still runs in it.
     pub(super) fn find_even_gone(&self, lane: LaneId) -> Option<u32> {
         let found = self.lanes.get(lane.index as usize)?;
         (found.generation == lane.generation).then_some(lane.index)
@@ -52,8 +54,8 @@ impl Admission {
         LaneId { index, generation: self.at(index).generation }
     }
 
-    pub(super) fn path(&self, index: u32) -> Path {
-        let mut path = Path { lanes: [index; DEPTH_MAX], len: 0 };
+    pub(super) fn path(&self, index: u32) -> LanePath {
+        let mut path = LanePath { lanes: [index; DEPTH_MAX], len: 0 };
         let mut next = Some(index);
         while let Some(at) = next {
             path.lanes[path.len] = at;
@@ -63,12 +65,12 @@ impl Admission {
         path
     }
 
-    /// All lanes of a path have a permit left.
-    pub(super) fn has_room(&self, path: &Path) -> bool {
+    /// Returns whether all lanes of a path have a permit left.
+    pub(super) fn has_room(&self, path: &LanePath) -> bool {
         path.as_slice().iter().all(|at| !self.at(*at).is_full())
     }
 
-    pub(super) fn make_lane(&mut self, name: LaneName, around: Option<u32>, bounds: Bounds) -> LaneId {
+    pub(super) fn make_lane(&mut self, name: LaneName, around: Option<u32>, bounds: LaneLimits) -> LaneId {
         let generation = self.generations;
         self.generations = self.generations.wrapping_add(1);
         let lane = Lane::new(generation, name, around, bounds);
@@ -79,12 +81,12 @@ impl Admission {
         LaneId { index, generation }
     }
 
-    /// This lane and those inside it, the innermost first.
+    /// Returns this lane and those inside it, the innermost first.
     pub(super) fn with_inner(&self, index: u32) -> Vec<u32> {
         let mut found = vec![index];
         let mut next = 0;
         while let Some(at) = found.get(next) {
-            // Hash maps have an order of their own in each process, and effects must not.
+            // Hash maps have their own order in each process, and effects must not.
             let mut inner: Vec<u32> = self.at(*at).inner.values().copied().collect();
             inner.sort_unstable();
             found.extend(inner);
@@ -94,7 +96,7 @@ impl Admission {
         found
     }
 
-    /// Takes a lane out of the tree. What runs in it stays counted around it.
+    /// Takes a lane out of the tree. Its running requests stay counted in the lanes around.
     pub(super) fn detach(&mut self, index: u32) {
         let passes = self.at_mut(index).line.drain();
         let count = u32::try_from(passes.len()).expect("a line's count fits in 32 bits");
@@ -103,13 +105,15 @@ impl Admission {
         }
         for pass in passes {
             self.requests.remove(&pass);
-            self.effects.push(Effect::Dismiss(pass, Refused::NoLane));
+            self.effects.push(AdmissionEffect::Dismiss(pass, AdmissionRefusal::NoLane));
         }
         let lane = self.at_mut(index);
         lane.is_gone = true;
-        (lane.bytes, lane.holders) = (0, 0);
+        lane.bytes = 0;
+        lane.holders = 0;
         lane.queued_since = None;
-        let (name, around) = (lane.name, lane.around);
+        let name = lane.name;
+        let around = lane.around;
         self.settle(index);
         if let Some(around) = around {
             self.at_mut(around).inner.remove(&name);
@@ -117,7 +121,7 @@ impl Admission {
         self.forget_if_over(index);
     }
 
-    /// A removed lane is forgotten once nothing runs in it.
+    /// Forgets a removed lane once nothing runs in it.
     fn forget_if_over(&mut self, index: u32) {
         let lane = self.at(index);
         if lane.is_gone && lane.running == 0 {
@@ -130,16 +134,17 @@ impl Admission {
         }
     }
 
-    /// Its weight has changed: it takes its place among the others anew.
+    /// Moves a lane among the others after its weight has changed.
     pub(super) fn stand_back(&mut self, index: u32) {
-        let (mut flow, around) = (self.at(index).flow, self.at(index).around);
+        let mut flow = self.at(index).flow;
+        let around = self.at(index).around;
         if let Some(around) = around {
             self.at_mut(around).fair.deactivate(&mut flow);
             self.at_mut(index).flow = flow;
         }
     }
 
-    /// Brings up to date which flows can go, after something changed in this lane and perhaps around it.
+    /// Updates which flows can go after a change in this lane and perhaps around it.
     pub(super) fn settle(&mut self, index: u32) {
         let lane = self.at_mut(index);
         if lane.line.is_empty() == lane.own_flow.is_ready() {
@@ -152,7 +157,9 @@ impl Admission {
         let mut at = index;
         while let Some(around) = self.at(at).around {
             let lane = self.at(at);
-            let (is_ready, mut flow, weight) = (lane.is_ready(), lane.flow, lane.bounds.weight);
+            let is_ready = lane.is_ready();
+            let mut flow = lane.flow;
+            let weight = lane.bounds.weight;
             if is_ready != flow.is_ready() {
                 let fair = &mut self.at_mut(around).fair;
                 if is_ready {
@@ -166,9 +173,9 @@ impl Admission {
         }
     }
 
-    /// A request has its permit: counted in its lane and around it, and charged to each one's share. The answer is its seat among
-    /// those that run.
-    pub(super) fn occupy(&mut self, now: Moment, index: u32, slot: Slot) -> usize {
+    /// Counts a request that has its permit in its lane and around it, and charges each flow.
+    /// Returns its index among the running requests.
+    pub(super) fn occupy(&mut self, now: Moment, index: u32, slot: ClassSlot) -> usize {
         let cost = self.cost(index, slot);
         let lane = self.at_mut(index);
         if !lane.line.is_empty() {
@@ -181,7 +188,8 @@ impl Admission {
         while let Some(at) = next {
             let lane = self.at_mut(at);
             lane.running += 1;
-            let (mut flow, weight) = (lane.flow, lane.bounds.weight);
+            let mut flow = lane.flow;
+            let weight = lane.bounds.weight;
             let has_woken = lane.auto.is_some() && lane.running == 1;
             next = lane.around;
             if let Some(around) = next {
@@ -196,8 +204,8 @@ impl Admission {
         seat
     }
 
-    /// Permits of a lane come back.
-    pub(super) fn vacate(&mut self, index: u32, count: u32) {
+    /// Takes permits of a lane back.
+    pub(super) fn return_permits(&mut self, index: u32, count: u32) {
         let path = self.path(index);
         for at in path.as_slice() {
             let lane = self.at_mut(*at);
@@ -210,7 +218,7 @@ impl Admission {
         }
     }
 
-    /// Gives what is free to who waits. Afterwards nobody waits who could run.
+    /// Gives free permits to waiting requests. Afterwards no request waits that could run.
     pub(super) fn dispatch(&mut self, now: Moment) {
         let root = self.root.index;
         while self.at(root).is_ready() {
@@ -222,8 +230,9 @@ impl Admission {
         }
     }
 
-    /// Expected service of a request in microseconds, for sharing: of its kind, else of its lane, else of those around.
-    pub(super) fn cost(&self, index: u32, slot: Slot) -> f64 {
+    /// Returns the expected service of a request in microseconds, for sharing. It is that of its
+    /// kind, else of its lane, else of those around.
+    pub(super) fn cost(&self, index: u32, slot: ClassSlot) -> f64 {
         self.at(index).learned.expected(slot).unwrap_or_else(|| {
             let known = self.path(index);
             let mut known = known.as_slice().iter().filter_map(|at| self.at(*at).learned.expected_of_any());

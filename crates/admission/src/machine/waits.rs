@@ -1,57 +1,68 @@
-//! How long one in line will wait.
+//! Predicts how long a queued request will wait.
 //!
-//! The wait is the work ahead over the rate at which it drains. Of a lane that is held back by its own bound both are known
-//! well: it drains as many microseconds of service in a microsecond as it has permits. Of one that is held back by
-//! a lane around it, the rate is what it had lately, or its fair share if that is more.
+//! The wait is the work ahead over the rate at which it drains. If a lane is held back by its own
+//! limit, both are well known. It drains as many microseconds of service in a microsecond as it has
+//! permits. If a lane around it holds it back, the rate is the recent one. Its fair share counts if
+//! that is more.
 //!
-//! Not here: what service takes (`predict`), and how much the sum is off by habit (`predict::calibration`).
+//! Not here: service times (`predict`), and the systematic error of the sum
+//! (`predict::calibration`).
 
 use std::time::Duration;
 
-use super::line::{Ahead, Place, Rank};
-use super::{Admission, State};
+use super::{Admission, RequestState};
 use crate::lane::OWN_WEIGHT;
+use crate::machine::wait_queue::{QueuePosition, QueueRank, WorkAhead};
 use crate::predict::REPLAY_MAX;
-use crate::{Moment, Pass, Prediction};
+use crate::{Moment, Prediction, RequestKey};
 
 /// A wait, in microseconds.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wait {
-    /// What the work ahead comes to.
+pub(super) struct ExpectedWait {
+    /// Wait computed from the work ahead.
     pub(super) reckoned: f64,
-    /// With what such sums are off by habit: what is decided by.
+    /// Wait corrected by the usual error of such sums. Decisions are based on it.
     pub(super) expected: f64,
-    /// Enough is known of those ahead for it to be told.
+    /// Enough is known of the requests ahead to show the wait.
     pub(super) is_known: bool,
 }
 
 impl Admission {
-    /// The wait of one at this place of this lane's line, with so much ahead of it. `None`: nothing at all is known.
-    pub(super) fn wait_behind(&self, now: Moment, index: u32, place: Place, ahead: Ahead) -> Option<Wait> {
+    /// Returns the wait of a request at this position of this lane's queue, with `ahead` before it.
+    /// `None` if nothing at all is known.
+    pub(super) fn wait_behind(
+        &self,
+        now: Moment,
+        index: u32,
+        place: QueuePosition,
+        ahead: WorkAhead,
+    ) -> Option<ExpectedWait> {
         let lane = self.at(index);
         let total = lane.line.total();
-        // What each was thought to cost when it came only divides what they are thought to cost now.
+        // The costs from the time of arrival only divide the present estimate of the total cost.
         let part = if ahead.count >= total.count { 1.0 } else { ahead.cost / total.cost.max(1.0) };
         let reckoned = if lane.is_full() && lane.running_own() + lane.lent > 0 {
             self.wait_for_own(now, index, place, ahead.count, part)?
         } else {
             self.wait_for_around(index, lane.learned.work_in_line()? * part)?
         };
-        let is_last = place.rank == Rank::Newcomer && ahead.count >= total.count;
+        let is_last = place.rank == QueueRank::Newcomer && ahead.count >= total.count;
         let reckoned = if is_last { self.with_due(now, index, reckoned) } else { reckoned };
         let expected = reckoned * lane.learned.record.factor();
-        Some(Wait { reckoned, expected, is_known: lane.learned.is_known() })
+        Some(ExpectedWait { reckoned, expected, is_known: lane.learned.is_known() })
     }
 
-    /// The wait of who is last in line, with holders of tickets who are not here yet and will go first. The longer the wait, the more
-    /// they are: the time is looked for at which all of them have had their turn.
+    /// Returns the wait of the last request in the queue. It includes holders of tickets that will
+    /// still come and go first. A longer wait brings more of them. The result is the time at which
+    /// all of them have had their turn.
     fn with_due(&self, now: Moment, index: u32, wait: f64) -> f64 {
         if self.promised_of(index) == 0 {
             return wait;
         }
         let Some(rate) = self.requests_per_second(index) else { return wait };
         let with_due = |turn: f64| wait + self.due(now, index, turn) / rate.max(RATE_LEAST) * 1e6;
-        let (mut early, mut late) = (wait, with_due(FOREVER_US));
+        let mut early = wait;
+        let mut late = with_due(FOREVER_US);
         for _ in 0..DUE_HALVINGS {
             let middle = (early + late) / 2.0;
             if with_due(middle) > middle { early = middle } else { late = middle }
@@ -59,8 +70,16 @@ impl Admission {
         late
     }
 
-    /// Held back by its own bound: of this place, with so many ahead, who are this part of the line.
-    fn wait_for_own(&self, now: Moment, index: u32, place: Place, ahead: u32, part: f64) -> Option<f64> {
+    /// Returns the wait if the lane's own limit holds it back. `ahead` requests are before this
+    /// position; they are this part of the queue.
+    fn wait_for_own(
+        &self,
+        now: Moment,
+        index: u32,
+        place: QueuePosition,
+        ahead: u32,
+        part: f64,
+    ) -> Option<f64> {
         let lane = self.at(index);
         let permits = self.permits_in_line(index);
         let count = ahead as usize + lane.own.len() + lane.lent as usize;
@@ -74,7 +93,7 @@ impl Admission {
         lane.learned.turn(now, part, permits, lane.lent)
     }
 
-    /// Held back by a lane around it, whose permits it shares with others.
+    /// Returns the wait if a lane around holds it back, whose permits it shares with others.
     fn wait_for_around(&self, index: u32, work: f64) -> Option<f64> {
         let path = self.path(index);
         let around = path.as_slice().iter().map(|at| self.at(*at)).find(|lane| lane.is_full());
@@ -84,11 +103,11 @@ impl Admission {
         if rate <= 0.0 || around.running == 0 {
             return None;
         }
-        // The next permit that frees there is for who stands first here.
+        // The next permit that frees there is for the first request here.
         Some(any / f64::from(around.running) + work / rate)
     }
 
-    /// The permits that the lane's own line has while there is one.
+    /// Returns the permits that the lane's own queue has while there is one.
     pub(super) fn permits_in_line(&self, index: u32) -> f64 {
         let lane = self.at(index);
         let is_alone = lane.running_own() + lane.lent == lane.running && lane.auto.is_none();
@@ -99,28 +118,29 @@ impl Admission {
         lane.learned.running_in_line().max(self.share(index)).min(f64::from(lane.run))
     }
 
-    /// The permits that the lane's own line has of what is around it, if it takes its fair part and no more.
+    /// Returns the fair share of the lane's own queue in the permits around it.
     fn share(&self, index: u32) -> f64 {
         let path = self.path(index);
         let mut rate = f64::from(self.at(self.root.index).run);
         for pair in path.as_slice().windows(2).rev() {
-            let (lane, around) = (self.at(pair[0]), self.at(pair[1]));
+            let lane = self.at(pair[0]);
+            let around = self.at(pair[1]);
             rate = (rate * around.fair.share(&lane.flow, lane.bounds.weight)).min(f64::from(lane.run));
         }
         let lane = self.at(index);
         rate * lane.fair.share(&lane.own_flow, OWN_WEIGHT)
     }
 
-    /// The wait of a newcomer.
-    pub(super) fn wait_at_end(&self, now: Moment, index: u32) -> Option<Wait> {
+    /// Returns the wait of a newcomer.
+    pub(super) fn wait_at_end(&self, now: Moment, index: u32) -> Option<ExpectedWait> {
         if self.has_room(&self.path(index)) {
-            return Some(Wait { reckoned: 0.0, expected: 0.0, is_known: true });
+            return Some(ExpectedWait { reckoned: 0.0, expected: 0.0, is_known: true });
         }
-        self.wait_behind(now, index, Place::LAST, self.at(index).line.total())
+        self.wait_behind(now, index, QueuePosition::LAST, self.at(index).line.total())
     }
 
-    /// A wait as people and programs are told it.
-    pub(super) fn told(&self, index: u32, ahead: u32, wait: Option<Wait>) -> Prediction {
+    /// Converts a wait to the prediction that people and programs see.
+    pub(super) fn describe_wait(&self, index: u32, ahead: u32, wait: Option<ExpectedWait>) -> Prediction {
         let guess = wait.map(|wait| micros(wait.expected));
         let told = wait.filter(|wait| wait.is_known).map(|wait| wait.expected);
         let most = self.at(index).learned.record.at_most();
@@ -128,13 +148,13 @@ impl Admission {
         Prediction { ahead, wait: told.map(micros), at_most, guess }
     }
 
-    /// What is known now of the wait of one in line. `None`: it does not wait.
-    pub fn prediction(&self, now: Moment, pass: Pass) -> Option<Prediction> {
+    /// Returns the present prediction for a queued request. `None` if it does not wait.
+    pub fn prediction(&self, now: Moment, pass: RequestKey) -> Option<Prediction> {
         let request = self.requests.get(&pass)?;
-        let State::Waits(waiting) = &request.state else { return None };
+        let RequestState::Waits(waiting) = &request.state else { return None };
         let place = waiting.place;
         let ahead = self.at(request.lane).line.before(place);
-        Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, place, ahead)))
+        Some(self.describe_wait(request.lane, ahead.count, self.wait_behind(now, request.lane, place, ahead)))
     }
 }
 
@@ -143,11 +163,11 @@ pub(super) fn micros(micros: f64) -> Duration {
     Duration::from_micros(micros.clamp(0.0, FOREVER_US).round() as u64)
 }
 
-/// Halvings of the time in which holders may come: to a thousandth.
+/// Halvings of the time in which holders may come: down to a thousandth.
 const DUE_HALVINGS: usize = 14;
 
-/// Requests in a second: less is as good as none.
+/// Lowest useful rate, in requests per second.
 const RATE_LEAST: f64 = 1e-6;
 
-/// A wait that nobody lives to see the end of: ten years.
+/// A wait that never ends in practice: ten years.
 const FOREVER_US: f64 = 315_360_000e6;

@@ -1,24 +1,26 @@
-//! When it is the turn of who stands last: what permits will have done by then is what was to be done before.
+//! Computes when the last request in the queue runs: when permits have done all earlier work.
 //!
-//! Up to a time, a permit does the work in line from when the request that has it now ends. And of the requests in line, those
-//! that begin late have not ended by then. Both are sums over kinds of requests, so the time at which they are equal is found by
-//! halving, whatever the length of the line. It matters that the two are told apart: a permit that a slow report holds
-//! does nothing for the quick reads behind it.
+//! From the end of its present request on, a permit does work from the queue. Queued requests that
+//! begin late have not ended by the computed time. Both are sums over kinds of requests. So the
+//! time at which they are equal is found by halving, whatever the length of the queue. The
+//! distinction matters: a permit that a slow report holds does nothing for the quick reads behind
+//! it.
 //!
-//! Not here: what a kind of request takes (`predict::pace`), and permits that are shared with other lanes (`machine::waits`).
+//! Not here: service times of a kind (`predict::pace`), and permits that are shared with other
+//! lanes (`machine::waits`).
 
-/// Kinds with requests that run or wait: those told apart, and the shared one.
+/// Kinds with requests that run or wait: the distinct ones, and the shared one.
 pub(super) const PARTS: usize = 33;
-/// Halvings: down to a millionth of what is looked at first.
+/// Halvings: down to a millionth of the first interval.
 const HALVINGS: usize = 24;
 /// Doublings until a time is found that is too late.
 const DOUBLINGS: usize = 40;
 
-/// Requests of one kind, that run and that wait. Times in microseconds.
+/// Requests of one kind that run and that wait. Times in microseconds.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Part {
+pub(super) struct ClassWork {
     pub(super) running: f64,
-    /// What is left, on average, of each one that runs.
+    /// Average remaining service of each running request.
     pub(super) rest: f64,
     pub(super) waiting: f64,
     pub(super) service: f64,
@@ -27,25 +29,25 @@ pub(super) struct Part {
 }
 
 #[derive(Debug)]
-pub(super) struct Outlook {
+pub(super) struct WaitOutlook {
     permits: f64,
-    parts: [Part; PARTS],
+    parts: [ClassWork; PARTS],
     len: usize,
 }
 
-impl Outlook {
+impl WaitOutlook {
     pub(super) fn new(permits: f64) -> Self {
-        Self { permits, parts: [Part::default(); PARTS], len: 0 }
+        Self { permits, parts: [ClassWork::default(); PARTS], len: 0 }
     }
 
-    pub(super) fn add(&mut self, part: Part) {
+    pub(super) fn add(&mut self, part: ClassWork) {
         if let Some(free) = self.parts.get_mut(self.len) {
             *free = part;
             self.len += 1;
         }
     }
 
-    /// In so many microseconds. `None`: never, as there is no permit.
+    /// Returns the wait in microseconds. `None` if there is no permit, so it never ends.
     pub(super) fn turn(&self) -> Option<f64> {
         let running: f64 = self.parts().map(|part| part.running).sum();
         if self.permits <= 0.0 || running <= 0.0 {
@@ -69,35 +71,37 @@ impl Outlook {
         Some(late)
     }
 
-    fn parts(&self) -> impl Iterator<Item = &Part> {
+    fn parts(&self) -> impl Iterator<Item = &ClassWork> {
         self.parts[..self.len].iter()
     }
 
-    /// When the first of those that run ends: each ends at any time up to twice its average rest.
+    /// Returns when the first running request ends: each ends at any time up to twice its average
+    /// rest.
     fn first_end(&self, running: f64) -> f64 {
         let ends: f64 = self.parts().map(|part| part.running / (2.0 * part.rest.max(1.0))).sum();
         running / (running + 1.0) / ends
     }
 
-    /// What permits will have done for those in line until then.
+    /// Returns the work that permits will have done for the queue by `time`.
     fn done(&self, time: f64, running: f64) -> f64 {
-        let done = |part: &Part| {
+        let done = |part: &ClassWork| {
             let longest = 2.0 * part.rest.max(1.0);
             part.running * if time < longest { time * time / (2.0 * longest) } else { time - part.rest }
         };
-        // A bound below the number that run takes permits away as they come back.
+        // A limit below the number that run takes permits away as they come back.
         self.parts().map(done).sum::<f64>() * (self.permits / running)
     }
 
-    /// What of the work in line will have been done by then, if its beginnings are spread evenly until then.
+    /// Returns the queued work that will be done by `time`, if its starts are spread evenly until
+    /// then.
     fn begun(&self, time: f64) -> f64 {
-        let begun = |part: &Part| {
+        let begun = |part: &ClassWork| {
             let done = if part.service * (1.0 + part.spread) < time {
                 part.service * (1.0 - part.service * (1.0 + part.spread) / (2.0 * time))
             } else {
                 (time / 2.0).min(part.service)
             };
-            // Of all permits but the one that it waits for.
+            // All permits count but the one for which it waits.
             part.waiting * (done + (part.service - done) / self.permits.max(1.0))
         };
         self.parts().map(begun).sum()
@@ -108,12 +112,12 @@ impl Outlook {
 mod tests {
     use super::*;
 
-    fn kind(running: f64, rest: f64, waiting: f64, service: f64) -> Part {
-        Part { running, rest, waiting, service, spread: 0.0 }
+    fn kind(running: f64, rest: f64, waiting: f64, service: f64) -> ClassWork {
+        ClassWork { running, rest, waiting, service, spread: 0.0 }
     }
 
-    fn turn(permits: f64, parts: &[Part]) -> f64 {
-        let mut outlook = Outlook::new(permits);
+    fn turn(permits: f64, parts: &[ClassWork]) -> f64 {
+        let mut outlook = WaitOutlook::new(permits);
         parts.iter().for_each(|part| outlook.add(*part));
         outlook.turn().expect("there is a permit")
     }
@@ -148,8 +152,8 @@ mod tests {
 
     #[test]
     fn without_permits_there_is_no_turn() {
-        assert_eq!(Outlook::new(1.0).turn(), None);
-        let mut closed = Outlook::new(0.0);
+        assert_eq!(WaitOutlook::new(1.0).turn(), None);
+        let mut closed = WaitOutlook::new(0.0);
         closed.add(kind(1.0, 1.0, 1.0, 1.0));
         assert_eq!(closed.turn(), None);
     }

@@ -1,48 +1,49 @@
-//! When it is the turn of who stands last in a short line: played through, request by request.
+//! Simulates a short queue, request by request, to find when its last request runs.
 //!
-//! Where a few slow requests are among many quick ones, it matters which permit holds what and since when, and where in line
-//! the slow ones stand. So the line is handed out to permits as they are expected to come back. The sum over kinds
-//! (`predict::outlook`) is as good for long lines, where chance evens out, and better for requests that vary at random.
+//! With a few slow requests among many quick ones, details matter. They are the request and its age
+//! on each permit, and the positions of slow ones in the queue. So the queue is assigned to permits
+//! as they are expected to come back. The sum over kinds (`predict::outlook`) is as good for long
+//! queues, where chance evens out. It is better for requests that vary at random.
 //!
-//! Not here: what a kind of request takes (`predict::pace`).
+//! Not here: service times of a kind (`predict::pace`).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Requests, running or ahead in line, that are played through at most: a few microseconds of reckoning.
+/// Most requests, running or queued, that are simulated: a few microseconds of computation.
 pub(crate) const REPLAY_MAX: usize = 256;
 
 /// Permits by when they come back, in microseconds from now.
 #[derive(Debug)]
-pub(super) struct Replay {
+pub(super) struct PermitReplay {
     ends: BinaryHeap<Reverse<u64>>,
 }
 
-impl Replay {
+impl PermitReplay {
     pub(super) fn new() -> Self {
         Self { ends: BinaryHeap::with_capacity(REPLAY_MAX) }
     }
 
-    /// One that runs, with what is left of it on average.
+    /// Adds a running request, with its average remaining service.
     pub(super) fn runs(&mut self, rest: f64) {
         self.ends.push(Reverse(whole(rest)));
     }
 
-    /// More run than may: so many of those that end first free nothing.
+    /// Takes permits away, because more run than may: the first to end free nothing.
     pub(super) fn take_away(&mut self, count: usize) {
         for _ in 0..count {
             self.ends.pop();
         }
     }
 
-    /// The next in line.
+    /// Adds the next queued request.
     pub(super) fn waits(&mut self, service: f64) {
         if let Some(Reverse(begins)) = self.ends.pop() {
             self.ends.push(Reverse(begins.saturating_add(whole(service))));
         }
     }
 
-    /// When the next one has its turn. `None`: never.
+    /// Returns when the next request runs. `None` if never.
     pub(super) fn turn(&self) -> Option<f64> {
         self.ends.peek().map(|Reverse(end)| *end as f64)
     }
@@ -59,7 +60,7 @@ mod tests {
 
     #[test]
     fn the_line_is_handed_out_as_permits_come_back() {
-        let mut replay = Replay::new();
+        let mut replay = PermitReplay::new();
         assert_eq!(replay.turn(), None);
         replay.runs(500.0);
         replay.runs(30.0);

@@ -1,65 +1,69 @@
-//! How much slower or faster everything in a lane has become at once: a neighbour on the machine, a processor that is taken away or throttled,
-//! a bound that lets more run beside each other.
+//! Detects that everything in a lane has become slower or faster at once. Causes are a neighbour on
+//! the machine, a CPU that is removed or throttled, or a higher bound.
 //!
-//! Kinds that come often follow such a step on their own, and quickly. What they have in common is kept here, and the time of a kind that has
-//! not been seen since is taken to have changed as much. It is told by where paces have moved, not by single requests: those move only where
-//! chance does not explain it. One kind that moves alone says nothing about others.
+//! Frequent kinds follow such a step on their own, and quickly. Their common factor is kept here. A
+//! kind that has not been seen since is assumed to have changed as much. The factor is derived from
+//! changes of paces and not from single requests. Paces change only where chance does not explain a
+//! difference. One kind that changes alone says nothing about others.
 //!
-//! Where what is common goes up and down again, it is not the machine but who runs beside whom, which the time of a kind that comes in
-//! bursts has in it already. The more of that there was lately, the less is made of what is common.
+//! If the common factor goes up and down again, the cause is not the machine but the mix of
+//! requests. The time of a kind that comes in bursts includes that already. So the more it varied
+//! recently, the less the common factor counts.
 //!
-//! Not here: what one kind takes (`predict::pace`), what a line does to times of quiet hours (`predict::expected`).
+//! Not here: the service time of one kind (`predict::pace`), the effect of a queue on times of
+//! quiet hours (`predict::expected`).
 
-use super::{CLASSES, Learned, Slot};
+use super::{CLASSES, ClassSlot, LaneStats};
 use crate::Moment;
 
-/// Times are compared by their logarithms. Moves of less than this, about a fifth, are left to each kind alone.
+/// Least logarithm of a change, about a fifth. Each kind follows smaller changes alone.
 const MOVE_LEAST: f32 = 0.2;
-/// Time constant with which moves and requests of a kind fade: those of several kinds count together if they come within about this.
+/// Time constant with which changes and requests of a kind fade. Changes of several kinds count
+/// together if they come within about this.
 const TOGETHER_US: f32 = 20e6;
-/// Requests in line after which moves of a kind are no longer those of getting to know it.
+/// Requests in the queue after which changes of a kind are no longer those of first learning it.
 const SETTLED: u32 = 48;
-/// A kind has a say if it had so many lately, and however many it had, no more than
+/// Least number of recent requests with which a kind counts.
 const SAY_LEAST: f32 = 3.0;
-/// so many count.
+/// Most recent requests of a kind that count.
 const SAY_MOST: f32 = 12.0;
 /// Kinds that must agree.
 const KINDS_LEAST: usize = 2;
-/// Time constant of what is remembered of ups and downs.
+/// Time constant of the memory of ups and downs.
 const UPS_AND_DOWNS_US: f64 = 60e6;
-/// A kind's time is made no more than so many times as long, nor as short.
+/// Largest factor, up or down, on the time of a kind.
 const SCALE_MOST: f64 = 8.0;
 
-/// What all kinds have in common.
+/// The common change of all kinds.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Speed {
+pub(super) struct CommonDrift {
     /// Logarithm of how many times as long requests take as when the lane was made.
     slowness: f64,
-    /// How far that has moved lately from beginning to end, and back and forth.
+    /// Its recent net change, and its recent total change back and forth.
     net: f64,
     way: f64,
     last: Moment,
 }
 
-/// How one kind goes along.
+/// How one kind follows the common change.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Follower {
-    /// What of the common slowness is in its pace.
+pub(super) struct ClassDrift {
+    /// The common slowness that its pace already includes.
     slowness: f64,
-    /// How far its pace has moved lately, beyond that.
+    /// Recent change of its pace beyond that.
     moved: f32,
-    /// Requests lately.
+    /// Recent requests.
     say: f32,
     /// Requests ever, until it is settled.
     count: u32,
     last: Moment,
 }
 
-impl Speed {
-    /// How many times as long a kind takes now as its pace says.
-    pub(super) fn scale(&self, follower: &Follower) -> f64 {
+impl CommonDrift {
+    /// Returns the factor from a kind's pace to its present time.
+    pub(super) fn scale(&self, follower: &ClassDrift) -> f64 {
         let since = self.slowness - follower.slowness;
-        // Nearly always.
+        // The normal case.
         if since == 0.0 {
             return 1.0;
         }
@@ -76,13 +80,13 @@ impl Speed {
     }
 }
 
-impl Follower {
-    /// What is common is in its pace now.
-    pub(super) fn catches_up(&mut self, speed: &Speed) {
+impl ClassDrift {
+    /// Notes that its pace now includes the common change.
+    pub(super) fn catches_up(&mut self, speed: &CommonDrift) {
         self.slowness = speed.slowness;
     }
 
-    /// Its pace has moved with one more request.
+    /// Notes that its pace has changed with one more request.
     fn moves(&mut self, now: Moment, by: f32) {
         self.fade(now);
         self.say = (self.say + 1.0).min(SAY_MOST);
@@ -99,14 +103,14 @@ impl Follower {
 
     fn fade(&mut self, now: Moment) {
         let passed = now.0.saturating_sub(self.last.0) as f32 / TOGETHER_US;
-        // Nearly always no time has passed to speak of, and this is done for each request.
+        // Normally almost no time has passed, and this runs for each request.
         let keep = if passed < 1e-3 { 1.0 - passed } else { (-passed).exp() };
         self.moved *= keep;
         self.say *= keep;
         self.last = now;
     }
 
-    /// Of a move that all have in common, this part is in its pace already.
+    /// Removes the part of a common change that its pace already includes.
     fn absorbs(&mut self, common: f32) {
         let part = if common > 0.0 { self.moved.clamp(0.0, common) } else { self.moved.clamp(common, 0.0) };
         self.slowness += f64::from(part);
@@ -114,9 +118,10 @@ impl Follower {
     }
 }
 
-impl Learned {
-    /// The pace of a kind in line has moved by this, in logarithms. True: and with it all others.
-    pub(super) fn has_moved(&mut self, now: Moment, slot: Slot, by: f32) -> bool {
+impl LaneStats {
+    /// Notes that the pace of a queued kind has changed by this logarithm. Returns true if all
+    /// others change with it.
+    pub(super) fn has_moved(&mut self, now: Moment, slot: ClassSlot, by: f32) -> bool {
         let own = &mut self.kinds[slot.0 as usize].follower;
         own.moves(now, by);
         if own.moved.abs() < MOVE_LEAST {
@@ -132,13 +137,14 @@ impl Learned {
         true
     }
 
-    /// How far more than half of those who have a say have moved in this direction at least.
+    /// Returns the least change in this direction of more than half of the kinds that count.
     fn common_move(&mut self, now: Moment, sign: f32) -> f32 {
         let mut moves = [(0.0f32, 0.0f32); CLASSES + 1];
-        let (mut count, mut all) = (0, 0.0);
+        let mut count = 0;
+        let mut all = 0.0;
         for kind in &mut self.kinds {
             kind.follower.fade(now);
-            let Follower { moved, say, .. } = kind.follower;
+            let ClassDrift { moved, say, .. } = kind.follower;
             if kind.follower.is_settled() && say >= SAY_LEAST {
                 moves[count] = (moved * sign, say);
                 count += 1;
@@ -158,32 +164,32 @@ impl Learned {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Times;
+    use super::super::LoadPeriod;
     use super::*;
-    use crate::Class;
+    use crate::CostClass;
 
     const MS: f64 = 1_000.0;
 
     /// Feeds these kinds for a second, one after the other, each a millisecond apart, each a tenth more or less than said.
-    fn feed(learned: &mut Learned, second: u64, kinds: &[(u32, f64)]) {
+    fn feed(learned: &mut LaneStats, second: u64, kinds: &[(u32, f64)]) {
         for step in 0..1_000u64 {
             let now = Moment((second * 1_000 + step) * 1_000);
             let (class, mean) = kinds[step as usize % kinds.len()];
-            let slot = learned.slot(now, Class(class));
+            let slot = learned.slot(now, CostClass(class));
             let part = 0.9 + (step / kinds.len() as u64 % 3) as f64 / 10.0;
-            learned.learn(now, slot, mean * part * MS, Times::Queued);
+            learned.learn(now, slot, mean * part * MS, LoadPeriod::Queued);
         }
     }
 
     /// What a kind is expected to take, in milliseconds.
-    fn expected(learned: &mut Learned, second: u64, class: u32) -> f64 {
-        let slot = learned.slot(Moment(second * 1_000_000), Class(class));
+    fn expected(learned: &mut LaneStats, second: u64, class: u32) -> f64 {
+        let slot = learned.slot(Moment(second * 1_000_000), CostClass(class));
         learned.expected(slot).expect("something is known") / MS
     }
 
     /// Reads, writes, and reports, the last of which have been there, and are there no more.
-    fn with_reports() -> Learned {
-        let mut learned = Learned::default();
+    fn with_reports() -> LaneStats {
+        let mut learned = LaneStats::default();
         feed(&mut learned, 1, &[(1, 5.0), (2, 10.0), (3, 500.0)]);
         feed(&mut learned, 2, &[(1, 5.0), (2, 10.0)]);
         learned
@@ -222,7 +228,7 @@ mod tests {
 
     #[test]
     fn the_few_that_move_take_the_many_nowhere() {
-        let mut learned = Learned::default();
+        let mut learned = LaneStats::default();
         let mut kinds: Vec<(u32, f64)> = (1..=5).map(|class| (class, 10.0)).collect();
         for second in 1..=4 {
             feed(&mut learned, second, &kinds);
@@ -238,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_up_and_down_again_and_again_is_not_followed() {
+    fn speed_that_alternates_is_not_followed() {
         let mut learned = with_reports();
         for second in 3..20 {
             let factor = if second % 2 == 0 { 4.0 } else { 1.0 };
@@ -249,11 +255,11 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_scaled_within_bounds_and_an_unknown_one_stays_unknown() {
+    fn a_time_is_scaled_within_bounds_and_unknown_stays_unknown() {
         let mut learned = with_reports();
         feed(&mut learned, 3, &[(1, 500.0), (2, 1_000.0)]);
         is_near(expected(&mut learned, 4, 3), 500.0 * SCALE_MOST);
-        let new = learned.slot(Moment(4_000_000), Class(7));
+        let new = learned.slot(Moment(4_000_000), CostClass(7));
         learned.waits(new);
         assert!(!learned.is_known());
     }

@@ -6,7 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
-use nagaya_admission::{Moment, Offer, Pass, Refused, Run};
+use nagaya_admission::{AdmissionRefusal, Decision, Moment, RequestKey, RunLimit};
 
 use crate::chance::Chance;
 use crate::model::{Model, ask, bounds, used};
@@ -28,11 +28,11 @@ struct Crowd {
     chance: Chance,
     now: u64,
     /// When who runs ends, and what it took.
-    ends: BinaryHeap<Reverse<(u64, Pass, u64)>>,
+    ends: BinaryHeap<Reverse<(u64, RequestKey, u64)>>,
     /// The node's lane first, each one after the one around it.
     places: Vec<Place>,
-    waiting: BTreeSet<Pass>,
-    running: BTreeSet<Pass>,
+    waiting: BTreeSet<RequestKey>,
+    running: BTreeSet<RequestKey>,
     lent: Vec<usize>,
     ended: u64,
 }
@@ -95,7 +95,7 @@ impl Crowd {
         }
     }
 
-    fn run(&mut self, pass: Pass) {
+    fn run(&mut self, pass: RequestKey) {
         let service = self.chance.lognormal(20_000.0, 1.0) as u64 + 1;
         self.ends.push(Reverse((self.now + service, pass, service)));
         assert!(self.running.insert(pass));
@@ -109,9 +109,9 @@ impl Crowd {
         ask.passes = self.chance.percent(1);
         ask.priority = [0, 0, 0, 0, 5, -3, 100, -100][self.chance.below(8) as usize];
         match self.model.offer(self.now(), lane, ask) {
-            Offer::Run(pass) => self.run(pass),
-            Offer::Wait(pass, _) => assert!(self.waiting.insert(pass)),
-            Offer::Refused(_) => self.ended += 1,
+            Decision::Run(pass) => self.run(pass),
+            Decision::Wait(pass, _) => assert!(self.waiting.insert(pass)),
+            Decision::Refused(_) => self.ended += 1,
             other => panic!("nothing is promised here: {other:?}"),
         }
         self.start();
@@ -144,7 +144,7 @@ impl Crowd {
                 let mut bounds = self.model.lanes[lane].bounds.clone();
                 // A site may be closed altogether; the node is not.
                 let (least, most) = if lane == 0 { (10, 60) } else { (0, 20) };
-                bounds.run = Run::Fixed(least + self.chance.below(most) as u32);
+                bounds.run = RunLimit::Fixed(least + self.chance.below(most) as u32);
                 bounds.weight = 1 + self.chance.below(500) as u32;
                 self.model.set(self.now(), lane, bounds);
             }
@@ -158,7 +158,7 @@ impl Crowd {
     }
 
     fn cancel_one(&mut self) {
-        let from = Pass(self.chance.below(1 + self.waiting.last().map_or(0, |pass| pass.0)));
+        let from = RequestKey(self.chance.below(1 + self.waiting.last().map_or(0, |pass| pass.0)));
         if let Some(pass) = self.waiting.range(from..).next().copied() {
             self.waiting.remove(&pass);
             self.model.cancel(self.now(), pass);
@@ -197,7 +197,7 @@ impl Crowd {
         }
         self.start();
         let offer = self.model.offer(self.now(), lane, ask(0, 0));
-        assert_eq!(offer, Offer::Refused(Refused::NoLane));
+        assert_eq!(offer, Decision::Refused(AdmissionRefusal::NoLane));
         for at in at..self.places.len() {
             let Place { name, around, lane } = self.places[at];
             if self.model.lanes[lane].is_gone {

@@ -5,7 +5,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use nagaya_admission::{Admission, Effect, LaneId, LaneName, Moment, Offer, Pass, Used};
+use nagaya_admission::{
+    Admission, AdmissionEffect, Decision, LaneId, LaneName, Moment, RequestKey, ServiceUse,
+};
 
 use crate::chance::Chance;
 use crate::model::{ask, bounds};
@@ -36,7 +38,7 @@ struct Node {
     /// Work of each lane's requests.
     work: Vec<f64>,
     /// Its lane, when it came, and its work.
-    parties: HashMap<Pass, (usize, u64, f64)>,
+    parties: HashMap<RequestKey, (usize, u64, f64)>,
     /// From arrival to end, in microseconds.
     responses: Vec<Vec<f64>>,
     served: Vec<f64>,
@@ -46,7 +48,8 @@ impl Node {
     fn new(rates: &[f64], weights: &[u32], work: &[f64], seed: u64) -> Self {
         let now = 1_700_000_000_000_000;
         let mut wide = bounds(RUN, 2_000, 100);
-        (wide.wait_count, wide.wait_bytes) = (100_000, u64::MAX);
+        wide.wait_count = 100_000;
+        wide.wait_bytes = u64::MAX;
         let mut admission = Admission::new(Moment(now), wide.clone());
         let root = admission.root();
         let mut lane = |(name, weight): (u8, &u32)| {
@@ -94,16 +97,16 @@ impl Node {
         // About as much above the mean as below.
         let work = self.chances[lane].lognormal(self.work[lane] * 0.95, 0.3);
         match self.admission.offer(Moment(self.now), self.lanes[lane], ask(1, self.now)) {
-            Offer::Run(pass) => {
+            Decision::Run(pass) => {
                 self.parties.insert(pass, (lane, self.now, work));
                 self.start(pass);
             }
-            Offer::Wait(pass, _) => drop(self.parties.insert(pass, (lane, self.now, work))),
+            Decision::Wait(pass, _) => drop(self.parties.insert(pass, (lane, self.now, work))),
             _ => {}
         }
     }
 
-    fn start(&mut self, pass: Pass) {
+    fn start(&mut self, pass: RequestKey) {
         let (_, _, work) = self.parties[&pass];
         self.server.start(Moment(self.now), pass, work);
     }
@@ -114,10 +117,14 @@ impl Node {
         let (lane, since, work) = self.parties.remove(&pass).expect("it was started");
         self.responses[lane].push((self.now - since) as f64);
         self.served[lane] += work;
-        self.admission.release(now, pass, Used { service: Duration::from_micros(took), is_whole: true });
-        let effects: Vec<Effect> = self.admission.drain_effects().collect();
+        self.admission.release(
+            now,
+            pass,
+            ServiceUse { service: Duration::from_micros(took), is_whole: true },
+        );
+        let effects: Vec<AdmissionEffect> = self.admission.drain_effects().collect();
         for effect in effects {
-            if let Effect::Run(pass) = effect {
+            if let AdmissionEffect::Run(pass) = effect {
                 self.start(pass);
             }
         }
@@ -155,7 +162,8 @@ fn flood(seed: u64) {
     let fair: Vec<f64> =
         flooded.served[..ORDINARY].iter().zip(&alone.served).map(|(with, without)| with / without).collect();
     let index = jain(&fair);
-    let (p99_alone, p99) = (alone.p99_ms(0..ORDINARY), flooded.p99_ms(0..ORDINARY));
+    let p99_alone = alone.p99_ms(0..ORDINARY);
+    let p99 = flooded.p99_ms(0..ORDINARY);
     println!(
         "ordinary lanes: Jain {index:.4}, p99 {p99:.1} ms beside the flood, {p99_alone:.1} ms without; flood served {:.2} of the node",
         flooded.served[ORDINARY] / (SECONDS * times()) as f64 / 1e6 / f64::from(RUN)
@@ -195,12 +203,14 @@ fn nobody_is_passed_by_more_than_one_request_of_each_other_lane() {
     let lanes: Vec<LaneId> = (1..=20u8)
         .map(|name| admission.lane(now, admission.root(), LaneName([name; 16]), wide.clone()))
         .collect();
-    let Offer::Run(mut running) = admission.offer(now, lanes[0], ask(1, 0)) else { panic!("there is room") };
+    let Decision::Run(mut running) = admission.offer(now, lanes[0], ask(1, 0)) else {
+        panic!("there is room")
+    };
     let mut lane_of = HashMap::new();
     // Lane after lane gets all its waiting requests before the next one has any.
     for (at, lane) in lanes.iter().enumerate() {
         for client in 0..50 {
-            let Offer::Wait(pass, _) = admission.offer(now, *lane, ask(1, client)) else {
+            let Decision::Wait(pass, _) = admission.offer(now, *lane, ask(1, client)) else {
                 panic!("it is full")
             };
             lane_of.insert(pass, at);
@@ -208,8 +218,10 @@ fn nobody_is_passed_by_more_than_one_request_of_each_other_lane() {
     }
     let mut turns = Vec::new();
     for _ in 0..20 * 50 {
-        admission.release(now, running, Used { service: Duration::from_millis(10), is_whole: true });
-        let Some(Effect::Run(pass)) = admission.drain_effects().next() else { panic!("somebody waits") };
+        admission.release(now, running, ServiceUse { service: Duration::from_millis(10), is_whole: true });
+        let Some(AdmissionEffect::Run(pass)) = admission.drain_effects().next() else {
+            panic!("somebody waits")
+        };
         turns.push(lane_of[&pass]);
         running = pass;
     }

@@ -9,8 +9,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use nagaya_admission::{
-    Admission, Ask, Bounds, Class, ClientKey, Effect, LaneId, LaneName, Moment, Next, Nonce, Offer,
-    PRIORITY_STEP, Pass, Record, Refused, Run, Ticket, Used,
+    Admission, AdmissionEffect, AdmissionRefusal, AdmissionRequest, ClientKey, CostClass, Decision, LaneId,
+    LaneLimits, LaneName, Moment, Nonce, PRIORITY_STEP, RequestKey, RunLimit, ServiceUse, Ticket,
+    TicketPolicy, TicketRecord,
 };
 
 /// A lane that the model knows.
@@ -18,13 +19,13 @@ pub struct Known {
     pub id: LaneId,
     pub name: LaneName,
     pub around: Option<usize>,
-    pub bounds: Bounds,
+    pub bounds: LaneLimits,
     pub is_gone: bool,
     running: u32,
     /// Of newcomers: by arrival less what priority is worth, then by number.
-    line: BTreeSet<(i64, Pass)>,
+    line: BTreeSet<(i64, RequestKey)>,
     /// Of holders, who go first.
-    holders: BTreeSet<Pass>,
+    holders: BTreeSet<RequestKey>,
     bytes: u64,
     lent: u32,
 }
@@ -41,12 +42,12 @@ struct Party {
 pub struct Model {
     pub admission: Admission,
     pub lanes: Vec<Known>,
-    parties: HashMap<Pass, Party>,
+    parties: HashMap<RequestKey, Party>,
     /// What would be on disk.
-    pub stored: Vec<Record>,
+    pub stored: Vec<TicketRecord>,
     /// Passes that got their permit by an effect, since last asked.
-    pub started: Vec<Pass>,
-    pub dismissed: Vec<Pass>,
+    pub started: Vec<RequestKey>,
+    pub dismissed: Vec<RequestKey>,
     pub called: Vec<(Nonce, Moment)>,
     /// Since when the places of those who were called are kept.
     places: HashMap<Nonce, Moment>,
@@ -57,9 +58,9 @@ pub struct Model {
     calls: u64,
 }
 
-pub fn bounds(run: u32, wait_ms: u64, weight: u32) -> Bounds {
-    Bounds {
-        run: Run::Fixed(run),
+pub fn bounds(run: u32, wait_ms: u64, weight: u32) -> LaneLimits {
+    LaneLimits {
+        run: RunLimit::Fixed(run),
         wait: Duration::from_millis(wait_ms),
         wait_count: 1_000,
         wait_bytes: 1 << 20,
@@ -68,19 +69,19 @@ pub fn bounds(run: u32, wait_ms: u64, weight: u32) -> Bounds {
     }
 }
 
-pub fn promising(run: u32, wait_ms: u64, window_ms: u64) -> Bounds {
-    let next = Next {
+pub fn promising(run: u32, wait_ms: u64, window_ms: u64) -> LaneLimits {
+    let next = TicketPolicy {
         window: Duration::from_millis(window_ms),
         horizon: Duration::from_secs(600),
         tickets: 5_000,
         share: 0.9,
     };
-    Bounds { next: Some(next), ..bounds(run, wait_ms, 100) }
+    LaneLimits { next: Some(next), ..bounds(run, wait_ms, 100) }
 }
 
-pub fn ask(class: u32, client: u64) -> Ask {
-    Ask {
-        class: Class(class),
+pub fn ask(class: u32, client: u64) -> AdmissionRequest {
+    AdmissionRequest {
+        class: CostClass(class),
         client: ClientKey(client),
         bytes: 100,
         priority: 0,
@@ -89,15 +90,16 @@ pub fn ask(class: u32, client: u64) -> Ask {
         can_wait: true,
         nonce: None,
         passes: false,
+        is_visiting: false,
     }
 }
 
-pub fn used(service_us: u64) -> Used {
-    Used { service: Duration::from_micros(service_us), is_whole: true }
+pub fn used(service_us: u64) -> ServiceUse {
+    ServiceUse { service: Duration::from_micros(service_us), is_whole: true }
 }
 
 impl Model {
-    pub fn new(now: Moment, node: Bounds) -> Self {
+    pub fn new(now: Moment, node: LaneLimits) -> Self {
         let admission = Admission::new(now, node.clone());
         let root = admission.root();
         let mut model = Self {
@@ -118,7 +120,7 @@ impl Model {
     }
 
     /// Makes a lane, or makes it again.
-    pub fn lane(&mut self, now: Moment, around: usize, name: u8, bounds: Bounds) -> usize {
+    pub fn lane(&mut self, now: Moment, around: usize, name: u8, bounds: LaneLimits) -> usize {
         let name = LaneName([name; 16]);
         let id = self.admission.lane(now, self.lanes[around].id, name, bounds.clone());
         let lane = self.know(id, name, Some(around), bounds);
@@ -126,7 +128,7 @@ impl Model {
         lane
     }
 
-    fn know(&mut self, id: LaneId, name: LaneName, around: Option<usize>, bounds: Bounds) -> usize {
+    fn know(&mut self, id: LaneId, name: LaneName, around: Option<usize>, bounds: LaneLimits) -> usize {
         self.lanes.push(Known {
             id,
             name,
@@ -142,7 +144,7 @@ impl Model {
         self.lanes.len() - 1
     }
 
-    pub fn set(&mut self, now: Moment, lane: usize, bounds: Bounds) {
+    pub fn set(&mut self, now: Moment, lane: usize, bounds: LaneLimits) {
         self.lanes[lane].bounds = bounds.clone();
         assert_eq!(self.admission.set(now, self.lanes[lane].id, bounds), !self.lanes[lane].is_gone);
         self.after(now, lane);
@@ -173,8 +175,8 @@ impl Model {
 
     fn run_of(&self, lane: usize) -> u32 {
         match self.lanes[lane].bounds.run {
-            Run::Fixed(run) => run,
-            Run::Auto { max, .. } => max,
+            RunLimit::Fixed(run) => run,
+            RunLimit::Auto { max, .. } => max,
         }
     }
 
@@ -192,24 +194,22 @@ impl Model {
         self.after(now, 0);
     }
 
-    pub fn offer(&mut self, now: Moment, lane: usize, ask: Ask) -> Offer {
+    pub fn offer(&mut self, now: Moment, lane: usize, ask: AdmissionRequest) -> Decision {
         let had_room = self.has_room(lane);
         let offer = self.admission.offer(now, self.lanes[lane].id, ask);
         match &offer {
-            Offer::Run(pass) => {
+            Decision::Run(pass) => {
                 assert!(had_room || ask.passes, "no bound is passed");
                 let is_empty = self.lanes[lane].line.is_empty() && self.lanes[lane].holders.is_empty();
                 assert!(ask.passes || is_empty, "nobody in line is passed");
                 self.begin(*pass, lane, None, false);
                 self.count("run");
             }
-            Offer::Wait(pass, prediction) => {
+            Decision::Wait(pass, prediction) => {
                 assert!(!had_room && ask.can_wait && !self.lanes[lane].is_gone);
                 let (order, is_holder) = self.place_of(now, &ask);
-                let ahead = match is_holder {
-                    true => None,
-                    false => Some(self.lanes[lane].holders.len() + self.ahead_of(lane, order)),
-                };
+                let newcomers_ahead = || self.lanes[lane].holders.len() + self.ahead_of(lane, order);
+                let ahead = (!is_holder).then(newcomers_ahead);
                 assert!(
                     ahead.is_none_or(|ahead| ahead == prediction.ahead as usize),
                     "{ahead:?} {prediction:?}"
@@ -233,24 +233,28 @@ impl Model {
                 };
                 self.count("wait");
             }
-            Offer::Next(promise) => {
+            Decision::Next(promise) => {
                 assert!(
                     !had_room && promise.ticket.begins >= now && promise.ticket.ends > promise.ticket.begins
                 );
                 self.admission.listen(now, promise.ticket.nonce, true);
                 self.count("next");
             }
-            Offer::Early(promise) => {
+            Decision::Early(promise) => {
                 assert!(!had_room && promise.ticket.begins > now);
                 self.count("early");
             }
-            Offer::Refused(Refused::NoLane) => {
+            Decision::Refused(AdmissionRefusal::NoLane) => {
                 assert!(self.lanes[lane].is_gone);
                 self.count("no lane");
             }
-            Offer::Refused(refused) => {
-                assert!(!had_room || matches!(refused, Refused::Replayed | Refused::Expired), "{refused:?}");
-                self.count(if matches!(refused, Refused::Replayed) { "replayed" } else { "refused" });
+            Decision::Refused(refused) => {
+                assert!(
+                    !had_room || matches!(refused, AdmissionRefusal::Replayed | AdmissionRefusal::Expired),
+                    "{refused:?}"
+                );
+                let is_replay = matches!(refused, AdmissionRefusal::Replayed);
+                self.count(if is_replay { "replayed" } else { "refused" });
             }
         }
         self.after(now, lane);
@@ -258,7 +262,7 @@ impl Model {
     }
 
     /// Where in line one stands who comes now, and whether before all newcomers.
-    fn place_of(&self, now: Moment, ask: &Ask) -> (i64, bool) {
+    fn place_of(&self, now: Moment, ask: &AdmissionRequest) -> (i64, bool) {
         let step = i64::try_from(PRIORITY_STEP.as_micros()).expect("small");
         let order = |at: Moment| i64::try_from(at.0).expect("small") - i64::from(ask.priority) * step;
         match ask.ticket {
@@ -271,10 +275,10 @@ impl Model {
     fn ahead_of(&self, lane: usize, order: i64) -> usize {
         let line = &self.lanes[lane].line;
         // Nearly everybody gets in near the end.
-        line.len() - line.range((order + 1, Pass(0))..).count()
+        line.len() - line.range((order + 1, RequestKey(0))..).count()
     }
 
-    pub fn release(&mut self, now: Moment, pass: Pass, used: Used) {
+    pub fn release(&mut self, now: Moment, pass: RequestKey, used: ServiceUse) {
         let party = self.parties.remove(&pass).expect("it is released once");
         assert!(party.order.is_none(), "it ran");
         self.leave(party.lane);
@@ -282,7 +286,7 @@ impl Model {
         self.after(now, party.lane);
     }
 
-    pub fn cancel(&mut self, now: Moment, pass: Pass) {
+    pub fn cancel(&mut self, now: Moment, pass: RequestKey) {
         let party = self.parties.remove(&pass).expect("it is cancelled once");
         match party.order {
             None => self.leave(party.lane),
@@ -326,7 +330,7 @@ impl Model {
         self.lanes[lane].lent
     }
 
-    fn begin(&mut self, pass: Pass, lane: usize, order: Option<i64>, is_holder: bool) {
+    fn begin(&mut self, pass: RequestKey, lane: usize, order: Option<i64>, is_holder: bool) {
         for at in self.path(lane) {
             self.lanes[at].running += 1;
         }
@@ -340,7 +344,7 @@ impl Model {
         }
     }
 
-    fn unline(&mut self, pass: Pass, party: Party, order: i64) {
+    fn unline(&mut self, pass: RequestKey, party: Party, order: i64) {
         let known = &mut self.lanes[party.lane];
         known.bytes -= party.bytes;
         let was =
@@ -351,20 +355,20 @@ impl Model {
     /// Carries out the effects, each of them checked, and looks whether somebody waits who could run.
     fn after(&mut self, now: Moment, lane: usize) {
         self.dismissed.clear();
-        let effects: Vec<Effect> = self.admission.drain_effects().collect();
+        let effects: Vec<AdmissionEffect> = self.admission.drain_effects().collect();
         for effect in effects {
             match effect {
-                Effect::Run(pass) => self.began(pass),
-                Effect::Dismiss(pass, refused) => {
-                    assert_eq!(refused, Refused::NoLane);
+                AdmissionEffect::Run(pass) => self.began(pass),
+                AdmissionEffect::Dismiss(pass, refused) => {
+                    assert_eq!(refused, AdmissionRefusal::NoLane);
                     self.dismissed.push(pass);
                 }
-                Effect::Recall(id) => {
+                AdmissionEffect::Recall(id) => {
                     let lane = self.lanes.iter().position(|lane| lane.id == id).expect("a known lane");
                     self.recalled.push(lane);
                 }
-                Effect::Store(record) => self.stored.push(record),
-                Effect::Call { nonce, until } => {
+                AdmissionEffect::Store(record) => self.stored.push(record),
+                AdmissionEffect::Call { nonce, until } => {
                     self.called.push((nonce, until));
                     self.places.insert(nonce, now);
                 }
@@ -378,7 +382,7 @@ impl Model {
         }
     }
 
-    fn began(&mut self, pass: Pass) {
+    fn began(&mut self, pass: RequestKey) {
         let party = *self.parties.get(&pass).expect("who begins waited");
         let order = party.order.expect("who begins did not run yet");
         let known = &self.lanes[party.lane];
@@ -432,11 +436,14 @@ impl Model {
         self.lanes[0].id = self.admission.root();
         for at in 0..self.lanes.len() {
             let known = &mut self.lanes[at];
-            (known.running, known.lent, known.bytes) = (0, 0, 0);
+            known.running = 0;
+            known.lent = 0;
+            known.bytes = 0;
             known.line.clear();
             known.holders.clear();
             if let Some(around) = self.lanes[at].around.filter(|_| !self.lanes[at].is_gone) {
-                let (name, bounds) = (self.lanes[at].name, self.lanes[at].bounds.clone());
+                let name = self.lanes[at].name;
+                let bounds = self.lanes[at].bounds.clone();
                 self.lanes[at].id = self.admission.lane(now, self.lanes[around].id, name, bounds);
                 for record in &self.stored {
                     self.admission.restore(now, self.lanes[at].id, *record);

@@ -6,7 +6,9 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
-use nagaya_admission::{Ask, LATE_FOR, Moment, Nonce, Offer, Pass, Refused, Ticket};
+use nagaya_admission::{
+    AdmissionRefusal, AdmissionRequest, Decision, LATE_FOR, Moment, Nonce, RequestKey, Ticket,
+};
 
 use crate::chance::Chance;
 use crate::model::{Model, ask, bounds, promising, used};
@@ -26,8 +28,8 @@ const NEWCOMERS: f64 = 40.0;
 enum Event {
     Newcomer,
     Show(usize),
-    End(Pass),
-    Leave(Pass),
+    End(RequestKey),
+    Leave(RequestKey),
     Tick,
 }
 
@@ -50,7 +52,7 @@ struct Move {
     number: u64,
     tickets: Vec<Ticket>,
     /// Who waits or is served, with the holder's number.
-    passes: HashMap<Pass, Option<usize>>,
+    passes: HashMap<RequestKey, Option<usize>>,
     came_in_time: HashMap<usize, bool>,
     fates: BTreeMap<usize, Fate>,
     told_early: u64,
@@ -62,7 +64,7 @@ fn promised_elsewhere(chance: &mut Chance) -> Vec<Ticket> {
     let mut model = Model::new(Moment(BEGIN), bounds(100, 5_000, 100));
     let lane = model.lane(Moment(BEGIN), 0, 1, promising(RUN, 100, WINDOW_MS));
     let service = used(SERVICE_US);
-    let mut running: Vec<Pass> = Vec::new();
+    let mut running: Vec<RequestKey> = Vec::new();
     let mut tickets = Vec::new();
     let mut now = BEGIN;
     while tickets.len() < TICKETS {
@@ -74,9 +76,9 @@ fn promised_elsewhere(chance: &mut Chance) -> Vec<Ticket> {
             let mut asks = ask(1, number);
             asks.nonce = Some(Nonce(number.into()));
             match model.offer(Moment(now), lane, asks) {
-                Offer::Run(pass) => running.push(pass),
-                Offer::Next(promise) if promise.is_new => tickets.push(promise.ticket),
-                Offer::Wait(..) | Offer::Refused(Refused::NoSlot(_)) => {}
+                Decision::Run(pass) => running.push(pass),
+                Decision::Next(promise) if promise.is_new => tickets.push(promise.ticket),
+                Decision::Wait(..) | Decision::Refused(AdmissionRefusal::NoSlot(_)) => {}
                 other => panic!("a newcomer gets no such answer: {other:?}"),
             }
         }
@@ -138,7 +140,7 @@ impl Move {
         self.happenings.insert(self.number, event);
     }
 
-    fn shows(&self, holder: usize) -> Ask {
+    fn shows(&self, holder: usize) -> AdmissionRequest {
         let mut asks = ask(1, holder as u64 + 1);
         asks.ticket = Some(self.tickets[holder]);
         asks.adopts = true;
@@ -153,9 +155,9 @@ impl Move {
                 self.plan(self.now + 1 + pause as u64, Event::Newcomer);
                 let asks = ask(1, 1_000_000 + self.number);
                 match self.model.offer(now, self.lane, asks) {
-                    Offer::Run(pass) => self.start(pass, None),
-                    Offer::Wait(pass, _) => drop(self.passes.insert(pass, None)),
-                    Offer::Refused(Refused::Full(_)) => {}
+                    Decision::Run(pass) => self.start(pass, None),
+                    Decision::Wait(pass, _) => drop(self.passes.insert(pass, None)),
+                    Decision::Refused(AdmissionRefusal::Full(_)) => {}
                     other => panic!("a newcomer without a number gets no such answer: {other:?}"),
                 }
             }
@@ -184,7 +186,7 @@ impl Move {
         }
     }
 
-    fn start(&mut self, pass: Pass, holder: Option<usize>) {
+    fn start(&mut self, pass: RequestKey, holder: Option<usize>) {
         if let Some(holder) = holder {
             let has_ended = self.now >= self.tickets[holder].ends.0;
             let fate = match (self.came_in_time[&holder], has_ended) {
@@ -205,23 +207,23 @@ impl Move {
         let asks = self.shows(holder);
         let offer = self.model.offer(Moment(self.now), self.lane, asks);
         if is_over && !is_used {
-            assert_eq!(offer, Offer::Refused(Refused::Expired));
+            assert_eq!(offer, Decision::Refused(AdmissionRefusal::Expired));
             return;
         }
         if is_used {
             // Of what is over it is not known any more that it was used.
-            let refused = [Refused::Replayed, Refused::Expired].map(Offer::Refused);
+            let refused = [AdmissionRefusal::Replayed, AdmissionRefusal::Expired].map(Decision::Refused);
             assert!(refused.contains(&offer), "{offer:?}");
             self.replayed += 1;
             return;
         }
         let is_late = self.now >= ticket.ends.0;
         match offer {
-            Offer::Run(pass) => {
+            Decision::Run(pass) => {
                 *self.came_in_time.entry(holder).or_default() |= !is_late;
                 self.start(pass, Some(holder));
             }
-            Offer::Wait(pass, _) => {
+            Decision::Wait(pass, _) => {
                 assert!(ticket.begins.0 <= self.now, "nobody listens, so nobody is called");
                 *self.came_in_time.entry(holder).or_default() |= !is_late;
                 self.passes.insert(pass, Some(holder));
@@ -230,7 +232,7 @@ impl Move {
                     self.plan(self.now + delay, Event::Leave(pass));
                 }
             }
-            Offer::Early(promise) => {
+            Decision::Early(promise) => {
                 assert_eq!((promise.ticket, promise.is_new), (ticket, false));
                 assert!(ticket.begins.0 > self.now);
                 self.told_early += 1;
@@ -276,7 +278,9 @@ fn simulate(seed: u64) {
         }
     }
     let count = |fate: Fate| moved.fates.values().filter(|one| **one == fate).count();
-    let (kept, broken, late) = (count(Fate::InTime), count(Fate::Broken), count(Fate::Late));
+    let kept = count(Fate::InTime);
+    let broken = count(Fate::Broken);
+    let late = count(Fate::Late);
     println!(
         "{kept} of {TICKETS} ran in time, {broken} came in time and ran after it, {late} were late; {} were told how long still, {} replayed",
         moved.told_early, moved.replayed
@@ -291,6 +295,6 @@ fn simulate(seed: u64) {
 }
 
 #[test]
-fn what_another_node_has_promised_is_kept() {
+fn promises_of_another_node_are_kept() {
     with_seeds([21, 22, 23], simulate);
 }

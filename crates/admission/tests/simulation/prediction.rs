@@ -8,7 +8,9 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::time::Duration;
 
-use nagaya_admission::{Admission, Class, Effect, LaneId, LaneName, Moment, Offer, Pass, Used};
+use nagaya_admission::{
+    Admission, AdmissionEffect, CostClass, Decision, LaneId, LaneName, Moment, RequestKey, ServiceUse,
+};
 
 use crate::chance::Chance;
 use crate::lender::Lender;
@@ -110,9 +112,9 @@ enum Event {
     /// In this lane, of this kind or any.
     Arrival(u8, Option<usize>),
     Burst,
-    Leave(Pass),
+    Leave(RequestKey),
     /// It has slept and wants to compute.
-    Wake(Pass),
+    Wake(RequestKey),
     Step(f64),
 }
 
@@ -152,7 +154,7 @@ struct World {
     begin: u64,
     phase: usize,
     phase_began: u64,
-    parties: HashMap<Pass, Party>,
+    parties: HashMap<RequestKey, Party>,
     lenders: Vec<Lender>,
     lent: u64,
     outcomes: Vec<Outcome>,
@@ -163,7 +165,8 @@ impl World {
     fn new(scenario: Scenario, seed: u64) -> Self {
         let begin = 1_700_000_000_000_000;
         let mut node = bounds(scenario.run, 600_000, 100);
-        (node.wait_count, node.wait_bytes) = (1_000_000, u64::MAX);
+        node.wait_count = 1_000_000;
+        node.wait_bytes = u64::MAX;
         let mut admission = Admission::new(Moment(begin), node.clone());
         let lanes = match scenario.lanes {
             1 => vec![admission.root()],
@@ -314,17 +317,17 @@ impl World {
         let id = self.lanes[usize::from(lane)];
         if self.scenario.lends && self.lenders[usize::from(lane)].enter(now, &mut self.admission, id) {
             self.lent += 1;
-            let pass = Pass(u64::MAX - self.lent);
+            let pass = RequestKey(u64::MAX - self.lent);
             self.parties.insert(pass, Party { is_lent: true, ..party });
             self.starts(pass);
             return;
         }
         match self.admission.offer(now, id, ask(class, self.now)) {
-            Offer::Run(pass) => {
+            Decision::Run(pass) => {
                 self.parties.insert(pass, party);
                 self.starts(pass);
             }
-            Offer::Wait(pass, prediction) => {
+            Decision::Wait(pass, prediction) => {
                 party.told = prediction.wait.map(|wait| wait.as_secs_f64() * 1e6);
                 self.parties.insert(pass, party);
                 if self.chance.percent(self.scenario.leaving) {
@@ -338,7 +341,7 @@ impl World {
     }
 
     /// It has its permit.
-    fn starts(&mut self, pass: Pass) {
+    fn starts(&mut self, pass: RequestKey) {
         let Party { work, sleep, .. } = self.parties[&pass];
         if sleep > 0.0 {
             self.server.sleeps(Moment(self.now), pass);
@@ -348,7 +351,7 @@ impl World {
         }
     }
 
-    fn leave(&mut self, pass: Pass) {
+    fn leave(&mut self, pass: RequestKey) {
         if self.admission.prediction(Moment(self.now), pass).is_some() {
             self.parties.remove(&pass);
             self.admission.cancel(Moment(self.now), pass);
@@ -360,11 +363,11 @@ impl World {
         let (pass, took) = self.server.end(now).expect("something ends now");
         let Party { lane, class, is_lent, is_of_burst, .. } =
             self.parties.remove(&pass).expect("it was served");
-        let used = Used { service: Duration::from_micros(took), is_whole: true };
+        let used = ServiceUse { service: Duration::from_micros(took), is_whole: true };
         if is_lent {
             let id = self.lanes[usize::from(lane)];
             if pass.0.is_multiple_of(16) {
-                self.admission.learn(now, id, Class(class), used);
+                self.admission.learn(now, id, CostClass(class), used);
             }
             self.lenders[usize::from(lane)].leave(now, &mut self.admission, id);
         } else {
@@ -383,19 +386,19 @@ impl World {
     fn follow(&mut self) {
         let now = Moment(self.now);
         loop {
-            let effects: Vec<Effect> = self.admission.drain_effects().collect();
+            let effects: Vec<AdmissionEffect> = self.admission.drain_effects().collect();
             if effects.is_empty() {
                 return;
             }
             for effect in effects {
                 match effect {
-                    Effect::Run(pass) => {
+                    AdmissionEffect::Run(pass) => {
                         let Party { since, told, .. } = self.parties[&pass];
                         self.starts(pass);
                         let actual = (self.now - since) as f64;
                         self.outcomes.push(Outcome { at: since, phase: self.phase, told, actual });
                     }
-                    Effect::Recall(id) => {
+                    AdmissionEffect::Recall(id) => {
                         let lane = self.lanes.iter().position(|lane| *lane == id).expect("it is known");
                         self.lenders[lane].recall(now, &mut self.admission, id);
                     }
@@ -543,7 +546,7 @@ fn board(name: &'static str, cores: f64, seconds: u64, seed: u64) -> World {
 }
 
 #[test]
-fn bursts_of_reads_and_reports_after_a_quiet_time_are_told_or_said_to_be_unknown() {
+fn bursts_after_quiet_are_predicted_or_said_to_be_unknown() {
     with_seeds([SEED], boards);
 }
 
@@ -563,7 +566,7 @@ fn boards(seed: u64) {
 }
 
 #[test]
-fn the_first_burst_of_kinds_that_ran_alone_so_far_is_told_by_what_a_line_did_to_others() {
+fn first_bursts_are_predicted_by_what_lines_did_to_others() {
     with_seeds([0], first_bursts);
 }
 
@@ -610,7 +613,7 @@ fn a_step_in_speed_is_followed_within_ten_seconds() {
 }
 
 #[test]
-fn what_is_published_of_errors_is_what_they_were() {
+fn published_prediction_errors_match_the_real_ones() {
     with_seeds([SEED], published);
 }
 

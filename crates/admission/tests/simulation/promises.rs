@@ -8,7 +8,9 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::ops::Range;
 
-use nagaya_admission::{Moment, Nonce, Offer, Pass, Record, Refused, Standing, Ticket};
+use nagaya_admission::{
+    AdmissionRefusal, Decision, Moment, Nonce, RequestKey, Ticket, TicketRecord, TicketStatus,
+};
 
 use crate::chance::Chance;
 use crate::model::{Model, altered, ask, bounds, promising, used};
@@ -29,8 +31,8 @@ enum Event {
     Arrive,
     /// A client shows his ticket.
     Show(u64),
-    End(Pass, u64),
-    Leave(Pass),
+    End(RequestKey, u64),
+    Leave(RequestKey),
     Tick,
 }
 
@@ -58,9 +60,9 @@ struct Crowd {
     clients: HashMap<u64, Client>,
     holders: HashMap<Nonce, u64>,
     /// Who waits: his client, if he came on a ticket.
-    waiting: HashMap<Pass, Option<u64>>,
+    waiting: HashMap<RequestKey, Option<u64>>,
     /// Who runs on a ticket.
-    served: HashMap<Pass, (u64, Client)>,
+    served: HashMap<RequestKey, (u64, Client)>,
     /// Ran within their slots, or when called; came in time and ran later.
     kept: u64,
     broken: u64,
@@ -150,7 +152,7 @@ impl Crowd {
                     self.model.cancel(now, pass);
                     // His line was cut: he comes again, and his ticket is still good.
                     if let Some(client) = client {
-                        assert_ne!(self.standing(client), Standing::Unknown);
+                        assert_ne!(self.standing(client), TicketStatus::Unknown);
                         self.plan(self.now + 100_000, Event::Show(client));
                     }
                 }
@@ -183,7 +185,7 @@ impl Crowd {
         }
     }
 
-    fn start(&mut self, pass: Pass, client: Option<u64>) {
+    fn start(&mut self, pass: RequestKey, client: Option<u64>) {
         if let Some((client, holder)) = client.and_then(|client| self.clients.remove_entry(&client)) {
             self.served.insert(pass, (client, holder));
             self.holders.remove(&holder.ticket.nonce);
@@ -215,18 +217,18 @@ impl Crowd {
         ask.nonce = Some(Nonce(u128::from(self.number) + 1));
         let client = ask.client.0;
         match self.model.offer(Moment(self.now), self.lane, ask) {
-            Offer::Run(pass) => self.start(pass, None),
-            Offer::Wait(pass, _) => {
+            Decision::Run(pass) => self.start(pass, None),
+            Decision::Wait(pass, _) => {
                 self.waiting.insert(pass, None);
                 if self.chance.percent(5) {
                     self.plan_within(self.now, 500_000, Event::Leave(pass));
                 }
             }
-            Offer::Next(promise) => {
+            Decision::Next(promise) => {
                 assert!(promise.is_new);
                 self.hold(client, promise.ticket);
             }
-            Offer::Refused(Refused::NoSlot(_)) => {}
+            Decision::Refused(AdmissionRefusal::NoSlot(_)) => {}
             other => panic!("a newcomer gets no such answer: {other:?}"),
         }
     }
@@ -253,7 +255,7 @@ impl Crowd {
         }
     }
 
-    fn standing(&self, client: u64) -> Standing {
+    fn standing(&self, client: u64) -> TicketStatus {
         self.model.admission.standing(Moment(self.now), self.clients[&client].ticket.nonce)
     }
 
@@ -266,28 +268,31 @@ impl Crowd {
         let standing = self.standing(client);
         let offer = self.model.offer(Moment(self.now), self.lane, ask);
         if is_in_line {
-            assert_eq!((offer, standing), (Offer::Refused(Refused::Replayed), Standing::Used));
+            assert_eq!(
+                (offer, standing),
+                (Decision::Refused(AdmissionRefusal::Replayed), TicketStatus::Used)
+            );
             return;
         }
         let is_late = self.now >= holder.ticket.ends.0;
         match offer {
-            Offer::Run(pass) => {
+            Decision::Run(pass) => {
                 self.come(client, !is_late);
                 self.start(pass, Some(client));
                 let again = self.model.offer(Moment(self.now), self.lane, ask);
-                assert_eq!(again, Offer::Refused(Refused::Replayed));
+                assert_eq!(again, Decision::Refused(AdmissionRefusal::Replayed));
             }
-            Offer::Wait(pass, _) => {
-                assert!(matches!(standing, Standing::Open { .. } | Standing::Late), "{standing:?}");
+            Decision::Wait(pass, _) => {
+                assert!(matches!(standing, TicketStatus::Open { .. } | TicketStatus::Late), "{standing:?}");
                 self.come(client, !is_late);
                 self.waiting.insert(pass, Some(client));
                 if self.chance.percent(3) {
                     self.plan_within(self.now, 20_000, Event::Leave(pass));
                 }
             }
-            Offer::Early(promise) => {
+            Decision::Early(promise) => {
                 assert_eq!(promise.ticket, holder.ticket);
-                assert!(holder.ticket.begins.0 > self.now && matches!(standing, Standing::Later { .. }));
+                assert!(holder.ticket.begins.0 > self.now && matches!(standing, TicketStatus::Later { .. }));
                 assert!(
                     !(holder.was_called && holder.was_cut),
                     "who was called, and cut off by a crash, is not sent away"
@@ -348,7 +353,7 @@ impl Crowd {
         let mut clients: Vec<u64> = self.clients.keys().copied().collect();
         clients.sort_unstable();
         for client in clients {
-            assert_ne!(self.standing(client), Standing::Unknown, "a restart loses no ticket");
+            assert_ne!(self.standing(client), TicketStatus::Unknown, "a restart loses no ticket");
             // Pages that listened do so again.
             self.model.listen(Moment(self.now), self.clients[&client].ticket.nonce);
         }
@@ -417,29 +422,29 @@ fn an_altered_ticket_makes_nobody_a_holder() {
     let now = Moment(1_700_000_000_000_000);
     let mut model = Model::new(now, bounds(100, 5_000, 100));
     let lane = model.lane(now, 0, 1, promising(1, 100, WINDOW_MS));
-    let Offer::Run(first) = model.offer(now, lane, ask(1, 1)) else { panic!("there is room") };
+    let Decision::Run(first) = model.offer(now, lane, ask(1, 1)) else { panic!("there is room") };
     let later = Moment(now.0 + 200_000);
     model.release(later, first, used(200_000));
-    let Offer::Run(_) = model.offer(later, lane, ask(1, 1)) else { panic!("there is room") };
+    let Decision::Run(_) = model.offer(later, lane, ask(1, 1)) else { panic!("there is room") };
     let with_nonce = |client: u64| {
         let mut ask = ask(1, client);
         ask.nonce = Some(Nonce(u128::from(client)));
         ask
     };
-    let Offer::Next(promise) = model.offer(later, lane, with_nonce(2)) else {
+    let Decision::Next(promise) = model.offer(later, lane, with_nonce(2)) else {
         panic!("a wait of 200 ms is too long")
     };
     assert!(promise.is_new);
     let mut shows = ask(1, 3);
     shows.ticket = Some(altered(promise.ticket));
     let offer = model.offer(later, lane, shows);
-    assert!(matches!(offer, Offer::Refused(Refused::Full(_))), "{offer:?}");
+    assert!(matches!(offer, Decision::Refused(AdmissionRefusal::Full(_))), "{offer:?}");
     // The same client asks again: the same ticket.
-    let Offer::Next(again) = model.offer(later, lane, with_nonce(2)) else { panic!("it is still full") };
+    let Decision::Next(again) = model.offer(later, lane, with_nonce(2)) else { panic!("it is still full") };
     assert_eq!((again.ticket, again.is_new), (promise.ticket, false));
-    let promised = model.stored.iter().filter(|record| matches!(record, Record::Promised { .. }));
+    let promised = model.stored.iter().filter(|record| matches!(record, TicketRecord::Promised { .. }));
     assert_eq!(promised.count(), 1);
     // What could not be stored was not promised.
     model.admission.forget(later, promise.ticket.nonce);
-    assert_eq!(model.admission.standing(later, promise.ticket.nonce), Standing::Unknown);
+    assert_eq!(model.admission.standing(later, promise.ticket.nonce), TicketStatus::Unknown);
 }

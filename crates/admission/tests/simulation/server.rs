@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use nagaya_admission::{Moment, Pass};
+use nagaya_admission::{Moment, RequestKey};
 
 /// Processor sharing: `cores` processors, each request on at most one at a time. With infinitely many, service does not depend on
 /// how many run.
@@ -15,8 +15,8 @@ pub struct Server {
     done: f64,
     at: u64,
     /// By what `done` will be when they end: as the bits of a positive float, which sort as it does.
-    jobs: BTreeSet<(u64, Pass)>,
-    started: HashMap<Pass, u64>,
+    jobs: BTreeSet<(u64, RequestKey)>,
+    started: HashMap<RequestKey, u64>,
 }
 
 impl Server {
@@ -30,14 +30,14 @@ impl Server {
         self.speed = speed;
     }
 
-    pub fn start(&mut self, now: Moment, pass: Pass, work_us: f64) {
+    pub fn start(&mut self, now: Moment, pass: RequestKey, work_us: f64) {
         self.advance(now.0);
         self.jobs.insert(((self.done + work_us.max(1.0)).to_bits(), pass));
         self.started.entry(pass).or_insert(now.0);
     }
 
     /// It has begun, and needs no processor yet.
-    pub fn sleeps(&mut self, now: Moment, pass: Pass) {
+    pub fn sleeps(&mut self, now: Moment, pass: RequestKey) {
         self.started.insert(pass, now.0);
     }
 
@@ -49,7 +49,7 @@ impl Server {
     }
 
     /// Ends the one whose time has come: which, and how long it took.
-    pub fn end(&mut self, now: Moment) -> Option<(Pass, u64)> {
+    pub fn end(&mut self, now: Moment) -> Option<(RequestKey, u64)> {
         self.advance(now.0);
         let (_, pass) = self.jobs.pop_first()?;
         Some((pass, now.0 - self.started.remove(&pass)?))
@@ -70,7 +70,7 @@ impl Server {
 fn requests_share_the_processors() {
     let mut server = Server::new(2.0);
     for pass in 1..=4 {
-        server.start(Moment(1_000), Pass(pass), 100.0 * pass as f64);
+        server.start(Moment(1_000), RequestKey(pass), 100.0 * pass as f64);
     }
     let mut ends = Vec::new();
     while let Some(at) = server.next_end() {

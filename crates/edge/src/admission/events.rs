@@ -1,7 +1,9 @@
-//! The stream of a waiting page (server-sent events of the HTML standard): where its holder stands, and when to come.
+//! Serves the stream of a waiting page: the holder's position, and the call to come. It uses
+//! server-sent events of the HTML standard.
 //!
-//! It holds no permit. A holder who listens can be called before its slot begins, when capacity has freed early; its place is
-//! kept until then. Not here: who is called (`nagaya_admission`), the page that listens (`page`).
+//! It holds no permit. A holder who listens can be called before its slot begins, if capacity
+//! becomes free early. Its place is kept until then. Not here: choosing the holder to call
+//! (`nagaya_admission`), the page that listens (`page`).
 
 use std::future::Future;
 use std::pin::Pin;
@@ -13,41 +15,41 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName};
 use http::{HeaderValue, Method, StatusCode};
 use http_body::{Body, Frame};
-use nagaya_admission::{Moment, Nonce, Standing};
+use nagaya_admission::{Moment, Nonce, TicketStatus};
 use tokio::sync::oneshot;
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use super::lanes::{Lane, Lanes, Untold};
-use super::tickets;
-use super::turned::seconds;
-use crate::message::{BodyError, Request, Response, ResponseBody};
-use crate::node::Node;
-use crate::refusal::Refusal;
-use crate::route::Route;
-use crate::serving;
+use crate::admission::deferral::seconds;
+use crate::admission::gate::Gate;
+use crate::admission::lanes;
+use crate::admission::lanes::{EdgeLane, LaneSet, TicketListenError};
+use crate::admission::site_lane::SiteLane;
+use crate::http::message::{BodyError, Request, Response, ResponseBody};
+use crate::http::refusal::Refusal;
+use crate::http::serving;
 
 /// Paths of the node's own on every site.
 pub const OWN: &str = "/.nagaya/";
 
-/// What follows is the lane.
+/// Prefix of the path of a waiting page's stream. The lane follows it.
 const WAIT: &str = "/.nagaya/wait/";
 
-/// So often a page is told where it stands. It also keeps proxies between from giving up.
+/// Interval at which a page gets its position. It also keeps proxies in between from giving up.
 const TOLD_EVERY: Duration = Duration::from_secs(5);
 
-/// Not every proxy hands on what it gets at once; those of nginx's kind are asked to.
+/// Asks proxies of nginx's kind to pass on each piece at once.
 const X_ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
-/// Where a waiting page of this lane listens.
-pub fn events_path(lane: &Lane) -> String {
-    format!("{WAIT}{}", tickets::short(lane))
+/// Returns the path of the stream for waiting pages of this lane.
+pub fn events_path(lane: &EdgeLane) -> String {
+    format!("{WAIT}{}", lanes::short(lane))
 }
 
-/// The node's own answer, if the request is for a path of its own.
+/// Returns the node's own answer, if the request is for a path of its own.
 ///
 /// # Errors
-/// If there is nothing at that path.
-pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Response>, Refusal> {
+/// Fails if there is nothing at that path.
+pub fn answer(gate: &Gate, route: &SiteLane, request: &Request) -> Result<Option<Response>, Refusal> {
     let head = &request.head;
     if !head.path.starts_with(OWN) {
         return Ok(None);
@@ -56,21 +58,23 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
     if head.method != Method::GET {
         return Err(Refusal::MethodNotAllowed("GET"));
     }
-    let tickets = node.shared.tickets().ok_or(Refusal::NotFound)?;
-    let lanes = &node.shared.lanes;
+    let tickets = gate.tickets.get().ok_or(Refusal::NotFound)?;
+    let lanes = &gate.lanes;
     let lane = lanes.by_short(&route.lane, lane).ok_or(Refusal::NotFound)?;
-    let shown = tickets.shown(&lane, head, node.shared.cluster.ticket_mark())?.ok_or(Refusal::NotFound)?;
+    let shown = tickets.shown(&lane, head, gate.mark())?.ok_or(Refusal::NotFound)?;
     let nonce = shown.ticket.nonce;
     serving::need_client();
     let called = match lanes.listen(nonce) {
         Ok(called) => called,
-        // The one status by which a page is told not to ask again. It enters when its slot begins.
-        Err(Untold::Others) => return Ok(Some(Response::new(StatusCode::NO_CONTENT))),
-        Err(Untold::TooMany) => return Err(Refusal::Overloaded("too many waiting pages listen")),
+        // This is the one status after which a page does not ask again. It enters when its slot
+        // begins.
+        Err(TicketListenError::Others) => return Ok(Some(Response::new(StatusCode::NO_CONTENT))),
+        Err(TicketListenError::TooMany) => return Err(Refusal::Overloaded("too many waiting pages listen")),
     };
     let mut every = interval(TOLD_EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let stream = Events { lanes: Arc::clone(lanes), nonce, called: Some(called), every, is_over: false };
+    let stream =
+        TicketEvents { lanes: Arc::clone(lanes), nonce, called: Some(called), every, is_over: false };
     Ok(Some(
         Response::new(StatusCode::OK)
             .with_header(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"))
@@ -80,26 +84,29 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
     ))
 }
 
-struct Events {
-    lanes: Arc<Lanes>,
+struct TicketEvents {
+    lanes: Arc<LaneSet>,
     nonce: Nonce,
-    /// `None`: it will not be called. What has ended must not be asked again.
+    /// `None` if it will not be called. A receiver that has ended must not be polled again.
     called: Option<oneshot::Receiver<Moment>>,
     every: Interval,
     is_over: bool,
 }
 
-impl Events {
-    /// What there is to say; the last word ends the stream.
+impl TicketEvents {
+    /// Returns the next event. The last one ends the stream.
     fn say(&mut self) -> String {
         match self.lanes.standing(self.nonce) {
-            Standing::Later { begins_in, ahead } => {
+            TicketStatus::Later { begins_in, ahead } => {
                 let begins = seconds(Some(begins_in));
                 let place = serde_json::json!({ "ahead": ahead, "wait_seconds": begins, "begins_in_seconds": begins });
                 format!("event: place\ndata: {place}\n\n")
             }
-            // It may come; or its page has had its turn, and asking anew tells it how it stands.
-            Standing::Open { .. } | Standing::Late | Standing::Used | Standing::Unknown => self.come(),
+            // The holder may come, or its page has had its turn. A new request tells the page its
+            // position.
+            TicketStatus::Open { .. } | TicketStatus::Late | TicketStatus::Used | TicketStatus::Unknown => {
+                self.come()
+            }
         }
     }
 
@@ -109,14 +116,14 @@ impl Events {
     }
 }
 
-impl Drop for Events {
+impl Drop for TicketEvents {
     fn drop(&mut self) {
         self.called = None;
         self.lanes.hang_up(self.nonce);
     }
 }
 
-impl Body for Events {
+impl Body for TicketEvents {
     type Data = Bytes;
     type Error = BodyError;
 

@@ -1,15 +1,15 @@
-//! A lane as operators see it: one row of JSON, times in seconds.
+//! Describes a lane for operators: one row of JSON, times in seconds.
 //!
-//! Not here: what is known of it (`nagaya_admission`), how it is printed (`nagaya lanes`), metrics.
+//! Not here: the data about it (`nagaya_admission`), its output (`nagaya lanes`), metrics.
 
 use std::time::Duration;
 
-use nagaya_admission::{Explained, Moment};
+use nagaya_admission::{LaneReport, Moment};
 use serde_json::{Value, json};
 
-use super::lanes::Lane;
+use crate::admission::lanes::EdgeLane;
 
-pub fn row(lane: &Lane, explained: &Explained, now: Moment) -> Value {
+pub fn row(lane: &EdgeLane, explained: &LaneReport, now: Moment) -> Value {
     let (of, name) = lane.label.split_once(' ').unwrap_or_default();
     let seconds = |span: Option<Duration>| span.map(|span| span.as_secs_f64());
     let for_so_long = |since: Moment| Duration::from_micros(now.0.saturating_sub(since.0));

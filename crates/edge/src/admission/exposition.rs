@@ -1,4 +1,5 @@
-//! Metrics of lanes, in the text format of Prometheus: of the fullest lanes, since each is a label.
+//! Writes metrics of lanes in the text format of Prometheus. Only the fullest lanes are included,
+//! because each is a label.
 //!
 //! Not here: metrics with fixed labels (`metrics`), rows for the command line (`explain`).
 
@@ -6,17 +7,18 @@ use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use nagaya_admission::Explained;
+use nagaya_admission::LaneReport;
 
-use super::lanes::Lane;
+use crate::admission::lanes::EdgeLane;
 
-/// Lanes with metrics of their own: the fullest. Their names come from the operator's records and rules, never from a request.
+/// Maximum number of lanes with metrics of their own: the fullest ones. Their names come from the
+/// operator's records and rules, never from a request.
 const LANES_MAX: usize = 100;
 
-/// A metric's name, type, help, and value in a lane; none: the lane has nothing to say.
-type Metric = (&'static str, &'static str, &'static str, fn(&Explained) -> Option<f64>);
+/// A metric's name, type, help, and value in a lane. `None` if the lane has no value.
+type LaneMetric = (&'static str, &'static str, &'static str, fn(&LaneReport) -> Option<f64>);
 
-const METRICS: [Metric; 16] = [
+const METRICS: [LaneMetric; 16] = [
     ("nagaya_lane_running", "gauge", "Requests of a lane that run", |lane| Some(lane.running.into())),
     ("nagaya_lane_run_limit", "gauge", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
     ("nagaya_lane_waiting", "gauge", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
@@ -48,7 +50,7 @@ const METRICS: [Metric; 16] = [
         "Waits of which too little was known to tell them",
         |lane| Some(lane.calibration.untold as f64),
     ),
-    ("nagaya_lane_refused_total", "counter", "Requests turned away without a ticket", |lane| {
+    ("nagaya_lane_refused_total", "counter", "Requests refused without a ticket", |lane| {
         Some(lane.counts.refused as f64)
     }),
     ("nagaya_lane_promises_total", "counter", "Tickets given", |lane| Some(lane.counts.promised as f64)),
@@ -69,9 +71,9 @@ const METRICS: [Metric; 16] = [
     ),
 ];
 
-/// The families of all metrics above, each with a sample for each lane.
-pub fn text(mut lanes: Vec<(Arc<Lane>, Explained)>) -> String {
-    let fullness = |lane: &Explained| (lane.waiting, lane.promised, lane.running, lane.counts.admitted);
+/// Returns the families of all metrics above, each with a sample for each lane.
+pub fn text(mut lanes: Vec<(Arc<EdgeLane>, LaneReport)>) -> String {
+    let fullness = |lane: &LaneReport| (lane.waiting, lane.promised, lane.running, lane.counts.admitted);
     lanes.sort_by_key(|(_, lane)| Reverse(fullness(lane)));
     lanes.truncate(LANES_MAX);
     let mut out = String::new();
@@ -86,25 +88,25 @@ pub fn text(mut lanes: Vec<(Arc<Lane>, Explained)>) -> String {
     out
 }
 
-/// A label's value: names of lanes that rules give may hold anything.
+/// Returns a label's value. Names of lanes that rules give may contain any character.
 fn escaped(label: &str) -> String {
     label.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
 mod tests {
-    use nagaya_base::Reckoning;
-    use nagaya_cmdb::{Site, Tenant};
+    use nagaya_base::AnchoredClock;
+    use nagaya_records::{Site, Tenant};
     use nagaya_telemetry::Gauge;
 
-    use super::super::Lanes;
     use super::*;
-    use crate::options::Options;
+    use crate::admission::lanes::LaneSet;
+    use crate::options::EdgeConfig;
 
     #[test]
     fn a_lane_is_a_label_and_what_is_unknown_is_left_out() {
-        let options = Options::default();
-        let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
+        let options = EdgeConfig::default();
+        let lanes = LaneSet::new(&options, Gauge::default(), AnchoredClock::of_wall());
         let tenant: Tenant = serde_json::from_str(r#"{"name":"demo","uid":1000,"gid":1000}"#).unwrap();
         let site = r#"{"name":"s","tenant":"demo","hosts":["s"],"max_concurrent":7,"backend":{"kind":"static","root":"s"}}"#;
         let site: Site = serde_json::from_str(site).unwrap();

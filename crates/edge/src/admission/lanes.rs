@@ -1,8 +1,10 @@
-//! All lanes of this edge, and the machine behind them: one for all threads, so a bound is one bound.
+//! Holds all lanes of this edge, and the machine behind them. There is one for all threads, so a
+//! limit counts once.
 //!
-//! A lane that is all but empty is lent permits (`lent`), and its requests do not come here. The others ask the machine under its
-//! lock, which holds for a microsecond or so; what it decides about others is told to them after that. Not here: what is
-//! decided (`nagaya_admission`), what a request does with the answer (`admission`).
+//! A lane that is almost empty lends permits (`lent_permits`), and its requests do not come here.
+//! The others ask the machine under its lock, which is held for about a microsecond. Requests about
+//! which it decides meanwhile learn that after the lock. Not here: the decisions
+//! (`nagaya_admission`), the use of the answer by a request (`admission`).
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
@@ -12,160 +14,173 @@ use std::time::Duration;
 
 use foldhash::fast::RandomState;
 use nagaya_admission::{
-    Admission, Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Next, Nonce, Offer,
-    Pass, Prediction, Pressure, Record, Refused, Run, Standing, Used,
+    Admission, AdmissionEffect, AdmissionRefusal, AdmissionRequest, CostClass, CpuPressure, Decision, LaneId,
+    LaneLimits, LaneLoad, LaneName, LaneReport, Moment, Nonce, Prediction, RequestKey, RunLimit, ServiceUse,
+    TicketPolicy, TicketRecord, TicketStatus,
 };
-use nagaya_base::Reckoning;
-use nagaya_cmdb::{Site, SiteName, Tenant, TenantName};
-use nagaya_rules::{Lane as RuleLane, LaneRun};
+use nagaya_base::AnchoredClock;
+use nagaya_records::{Site, SiteName, Tenant, TenantName};
+use nagaya_rules::{LaneRun, RuleLane};
 use nagaya_telemetry::Gauge;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
-use super::lent::Lent;
-use super::pressure::Throttled;
-use super::tickets;
-use super::{Of, Permit};
-use crate::options::Options;
-use crate::recent::Recent;
+use crate::admission::guests::GuestCounts;
+use crate::admission::lent_permits::LentPermits;
+use crate::admission::origins::SiteOrigins;
+use crate::admission::permit::{Permit, PermitLane};
+use crate::admission::pressure::ThrottleShare;
+use crate::options::EdgeConfig;
+use crate::ttl_value::TtlValue;
 
-/// Lanes kept although no thread has a route to them. Beyond it they are forgotten with what was learned in them.
+/// Maximum number of lanes kept without a route of any thread. Beyond it such lanes and their
+/// learned data are dropped.
 const LANES_MAX: usize = 16_384;
 
-/// Permits a calm lane is lent at once: as many as one thread's requests are likely to be at work on there together.
+/// Permits that a calm lane is lent at once. One thread is likely to run that many requests there
+/// together.
 const LENT: u32 = 16;
 
-/// Tickets whose pages are told by a stream when it is their turn. Others come back by themselves at the time they were told.
+/// Maximum number of tickets whose pages have a stream. Other pages come back at the time they
+/// were given.
 const LISTENED_MAX: usize = 20_000;
 
-/// Of the connections and of the descriptors this process may have, one in so many may be such a stream: however many wait outside,
-/// there is room for those whose turn it is.
+/// One in this many of the process's connections and descriptors may be such a stream. So there
+/// is room for requests whose turn it is, however many wait outside.
 const LISTENED_PART: usize = 4;
 
-/// Pages of one ticket that are told. Browsers open six connections to a site over HTTP/1.1, for all tabs together: with each held
-/// by a stream, no tab could load anything.
+/// Maximum number of pages of one ticket with a stream. Browsers open six connections to a site
+/// over HTTP/1.1, for all tabs together. If streams held all of them, no tab could load anything.
 const LISTENERS_MAX: usize = 2;
 
-/// Records of tickets that may wait to be taken to the store.
+/// Maximum number of ticket records that wait for the store.
 const RECORDS_MAX: usize = 65_536;
 
-/// Of a tenant or a site whose record gives no weight.
+/// Weight of a tenant or a site whose record gives none.
 const WEIGHT: u32 = 100;
 
-/// Most that run at once in a site whose bound adapts and whose record gives no other.
+/// Maximum adaptive limit of a site whose record gives no other.
 const AUTO_MAX: u32 = 256;
 
-/// Part of a lane's capacity that is promised by tickets; the rest takes up what a node does slower than foreseen.
+/// Part of a lane's capacity that tickets may promise. The rest covers work that is slower than
+/// predicted.
 const PROMISED_SHARE: f32 = 0.9;
 
-/// Rules may ask about a lane for each request, and counting goes through all lanes.
+/// Maximum age of a lane's status. Rules may ask for it in each request, and counting visits all
+/// lanes.
 const CROWDED_AGE_MAX: Duration = Duration::from_millis(10);
 
-type Map<K, V> = HashMap<K, V, RandomState>;
+type SeededMap<K, V> = HashMap<K, V, RandomState>;
 
 /// One lane.
 #[derive(Debug)]
-pub struct Lane {
+pub struct EdgeLane {
     pub id: LaneId,
     pub name: LaneName,
-    /// `site blog`, `tenant acme`, `lane blog checkout`.
+    /// Label, e.g. `site blog`, `tenant acme`, `lane blog checkout`.
     pub label: Box<str>,
-    /// The lane around it.
+    /// The parent lane.
     inside: LaneId,
-    /// Longest predicted wait, milliseconds.
+    /// Maximum predicted wait, milliseconds.
     wait_ms: AtomicU64,
-    /// Since when its tenant gives way on the processor, as a [`Moment`]; 0: it does not. One for all of a tenant's lanes.
+    /// Time since when its tenant has lowered CPU priority, as a [`Moment`]. 0 if it has not. All
+    /// lanes of a tenant share it.
     gives_way: Arc<AtomicU64>,
-    lent: Lent,
-    throttled: Throttled,
-    /// What rules are told of it.
-    crowded: Recent<Crowded>,
-    lanes: Weak<Lanes>,
+    lent: LentPermits,
+    throttled: ThrottleShare,
+    /// Status for rules.
+    crowded: TtlValue<LaneStatus>,
+    /// Origins whose scripts may read responses of this site's lane.
+    pub origins: SiteOrigins,
+    lanes: Weak<LaneSet>,
 }
 
-/// How full a lane is.
+/// Load of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Crowded {
+pub struct LaneStatus {
     pub running: u32,
     pub waiting: u32,
-    /// So many more may run at once, here and in all lanes around it.
+    /// Number of further requests that may run at once, here and in all parent lanes.
     pub free: u32,
-    /// The wait a newcomer would have; `None`: not known.
+    /// Wait of a newcomer. `None` if it is not known.
     pub wait: Option<Duration>,
 }
 
-/// What whoever waits is told.
-pub type Told = Result<(), Refused>;
+/// Result of a wait.
+pub type TurnResult = Result<(), AdmissionRefusal>;
 
-/// A stream of a waiting page, told once: come, and until when.
-pub type Called = oneshot::Sender<Moment>;
+/// Sender to the stream of a waiting page. It carries one message: the time until which the
+/// holder may come.
+pub type TicketCallSender = oneshot::Sender<Moment>;
 
 #[derive(Debug)]
-pub struct Lanes {
-    state: Mutex<State>,
-    reckoning: Reckoning,
-    /// Threads that serve.
+pub struct LaneSet {
+    state: Mutex<LaneTable>,
+    pub(super) guests: Arc<GuestCounts>,
+    reckoning: AnchoredClock,
+    /// Number of serving threads.
     threads: usize,
-    /// Tickets whose pages are told, at most.
+    /// Maximum number of tickets whose pages have a stream.
     listened_max: AtomicUsize,
-    /// The machine may want another tick than the one it was promised.
+    /// Wakes the ticker: the machine may want an earlier tick than planned.
     pub(super) stirred: Notify,
-    /// Somebody has got in line.
+    /// Signals that a request has begun to wait.
     pub(super) lined: Notify,
     me: Weak<Self>,
 }
 
 #[derive(Debug)]
-struct State {
+struct LaneTable {
     machine: Admission,
-    by_label: Map<Box<str>, Arc<Lane>>,
-    by_id: Map<LaneId, Arc<Lane>>,
-    /// What each lane was last told to be.
-    bounds: Map<LaneId, Bounds>,
-    waiting: Map<Pass, oneshot::Sender<Told>>,
-    listening: Map<Nonce, Vec<Called>>,
-    records: Vec<Record>,
-    /// What an earlier start left of lanes that have not been made yet.
-    left: Map<LaneName, Vec<Record>>,
+    by_label: SeededMap<Box<str>, Arc<EdgeLane>>,
+    by_id: SeededMap<LaneId, Arc<EdgeLane>>,
+    /// Limits last given to each lane.
+    bounds: SeededMap<LaneId, LaneLimits>,
+    waiting: SeededMap<RequestKey, oneshot::Sender<TurnResult>>,
+    listening: SeededMap<Nonce, Vec<TicketCallSender>>,
+    records: Vec<TicketRecord>,
+    /// Records of an earlier start for lanes that do not exist yet.
+    left: SeededMap<LaneName, Vec<TicketRecord>>,
     all_waiting: Gauge,
 }
 
-/// Why a page is not told when its holder may come.
+/// Reason why a page gets no stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Untold {
-    /// Other pages of the same ticket are.
+pub enum TicketListenError {
+    /// Other pages of the same ticket have one.
     Others,
     TooMany,
 }
 
-/// What became of a request at the gate.
-pub enum Entered {
-    Runs(Pass),
-    Waits(Pass, Prediction, oneshot::Receiver<Told>),
-    /// Turned away, in one way or another; with what is to be stored before anybody is told.
-    Turned(Offer, Vec<Record>),
+/// Result of a request for admission.
+pub enum AdmitResult {
+    Runs(RequestKey),
+    Waits(RequestKey, Prediction, oneshot::Receiver<TurnResult>),
+    /// Turned away with this offer. The records must be stored before the client gets it.
+    Turned(Decision, Vec<TicketRecord>),
 }
 
-impl Lanes {
-    /// `all_waiting` is kept at the number of requests in line.
-    pub fn new(options: &Options, all_waiting: Gauge, reckoning: Reckoning) -> Arc<Self> {
+impl LaneSet {
+    /// Keeps `all_waiting` at the number of requests in line.
+    pub fn new(options: &EdgeConfig, all_waiting: Gauge, reckoning: AnchoredClock) -> Arc<Self> {
         Arc::new_cyclic(|me| {
             let machine = Admission::new(Moment(reckoning.now_us()), node_bounds(options));
-            let state = State {
+            let state = LaneTable {
                 machine,
-                by_label: Map::default(),
-                by_id: Map::default(),
-                bounds: Map::default(),
-                waiting: Map::default(),
-                listening: Map::default(),
+                by_label: SeededMap::default(),
+                by_id: SeededMap::default(),
+                bounds: SeededMap::default(),
+                waiting: SeededMap::default(),
+                listening: SeededMap::default(),
                 records: Vec::new(),
-                left: Map::default(),
+                left: SeededMap::default(),
                 all_waiting,
             };
             let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let threads = if options.threads == 0 { cores() } else { options.threads };
             Self {
                 state: Mutex::new(state),
+                guests: Arc::default(),
                 reckoning,
                 threads,
                 listened_max: AtomicUsize::new(listened_max(options, threads)),
@@ -180,17 +195,17 @@ impl Lanes {
         Moment(self.reckoning.now_us())
     }
 
-    pub fn reckoning(&self) -> Reckoning {
+    pub fn reckoning(&self) -> AnchoredClock {
         self.reckoning
     }
 
-    /// What the wall clock, as it is set now, will show at this moment, in microseconds since 1970.
+    /// Returns the reading of the present wall clock at this moment, microseconds since 1970.
     pub fn on_wall(&self, moment: Moment) -> Moment {
         Moment(self.reckoning.on_wall_us(moment.0))
     }
 
-    /// The lane of a site as its records have it now, in its tenant's.
-    pub fn of_site(&self, site: &Site, tenant: &Tenant, options: &Options) -> Arc<Lane> {
+    /// Returns the lane of a site by its present record, in its tenant's lane.
+    pub fn of_site(&self, site: &Site, tenant: &Tenant, options: &EdgeConfig) -> Arc<EdgeLane> {
         let mut state = self.state.lock();
         let now = self.now();
         let root = state.machine.root();
@@ -199,18 +214,19 @@ impl Lanes {
         self.lane(&mut state, now, around.id, &format!("site {}", site.name), site_bounds(site, options))
     }
 
-    /// The lane that a rule names, within a site's: bounded as the site is, but for what the rule says.
-    pub fn of_rule(&self, site: &Lane, rule: &RuleLane) -> Arc<Lane> {
+    /// Returns the lane that a rule names, within a site's lane. It has the limits of the site,
+    /// unless the rule gives others.
+    pub fn of_rule(&self, site: &EdgeLane, rule: &RuleLane) -> Arc<EdgeLane> {
         let mut state = self.state.lock();
         let now = self.now();
         let around = state.bounds.get(&site.id).cloned();
         let label = format!("lane {} {}", site.label.strip_prefix("site ").unwrap_or(&site.label), rule.name);
         let mut bounds = around.unwrap_or_else(|| unbounded(WEIGHT));
         bounds.run = match (rule.run, &bounds.run) {
-            (LaneRun::Fixed(run), _) => Run::Fixed(run),
-            // Its site's bound holds for it in any case.
-            (LaneRun::Auto, Run::Fixed(max) | Run::Auto { max, .. }) => {
-                Run::Auto { min: 1, max: (*max).clamp(1, AUTO_MAX) }
+            (LaneRun::Fixed(run), _) => RunLimit::Fixed(run),
+            // The limit of its site holds for it in any case.
+            (LaneRun::Auto, RunLimit::Fixed(max) | RunLimit::Auto { max, .. }) => {
+                RunLimit::Auto { min: 1, max: (*max).clamp(1, AUTO_MAX) }
             }
         };
         bounds.wait = rule.wait.unwrap_or(bounds.wait);
@@ -221,8 +237,8 @@ impl Lanes {
         self.lane(&mut state, now, site.id, &label, bounds)
     }
 
-    /// Sets what holds for the whole node.
-    pub fn set_options(&self, options: &Options) {
+    /// Sets the limits of the whole node.
+    pub fn set_options(&self, options: &EdgeConfig) {
         self.listened_max.store(listened_max(options, self.threads), Ordering::Relaxed);
         let mut state = self.state.lock();
         let (now, root) = (self.now(), state.machine.root());
@@ -232,12 +248,12 @@ impl Lanes {
 
     fn lane(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, LaneTable>,
         now: Moment,
         inside: LaneId,
         label: &str,
-        bounds: Bounds,
-    ) -> Arc<Lane> {
+        bounds: LaneLimits,
+    ) -> Arc<EdgeLane> {
         let found = state.by_label.get(label).map(Arc::clone);
         if let Some(moved) = found.as_ref().filter(|lane| lane.inside != inside) {
             // Its site has another tenant now.
@@ -257,10 +273,10 @@ impl Lanes {
         }
         let lanes = Weak::clone(&self.me);
         let wait_ms = AtomicU64::new(millis(bounds.wait));
-        let lent = Lent::new(self.threads);
+        let lent = LentPermits::new(self.threads);
         let gives_way =
             state.by_id.get(&inside).map_or_else(Arc::default, |tenants| Arc::clone(&tenants.gives_way));
-        let lane = Arc::new(Lane {
+        let lane = Arc::new(EdgeLane {
             id,
             name,
             label: label.into(),
@@ -268,8 +284,9 @@ impl Lanes {
             wait_ms,
             gives_way,
             lent,
-            throttled: Throttled::default(),
-            crowded: Recent::new(CROWDED_AGE_MAX),
+            throttled: ThrottleShare::default(),
+            crowded: TtlValue::new(CROWDED_AGE_MAX),
+            origins: SiteOrigins::default(),
             lanes,
         });
         state.by_label.insert(label.into(), Arc::clone(&lane));
@@ -279,11 +296,11 @@ impl Lanes {
         lane
     }
 
-    /// Forgets lanes that no route has and in which nothing is promised.
-    fn forget_unused(&self, state: &mut MutexGuard<'_, State>, now: Moment) {
-        let is_unused = |lane: &Arc<Lane>| {
+    /// Drops lanes without a route and without promises.
+    fn forget_unused(&self, state: &mut MutexGuard<'_, LaneTable>, now: Moment) {
+        let is_unused = |lane: &Arc<EdgeLane>| {
             let explained = state.machine.explain(now, lane.id);
-            // Twice here, and nowhere else.
+            // Two references are here, and none elsewhere.
             Arc::strong_count(lane) <= 2
                 && !lane.label.starts_with("tenant ")
                 && explained.is_none_or(|lane| lane.running == 0 && lane.waiting == 0 && lane.promised == 0)
@@ -294,27 +311,28 @@ impl Lanes {
         }
     }
 
-    /// Forgets a lane. Who waits in it is turned away.
-    fn drop_lane(&self, state: &mut State, now: Moment, lane: &Arc<Lane>) {
+    /// Drops a lane. Requests that wait in it are turned away.
+    fn drop_lane(&self, state: &mut LaneTable, now: Moment, lane: &Arc<EdgeLane>) {
         state.by_label.remove(&lane.label);
         state.by_id.remove(&lane.id);
         state.bounds.remove(&lane.id);
-        // What is in use comes back as its requests end; the machine takes it from a lane that is gone, too.
+        // Permits in use come back as their requests end. The machine accepts them for a dropped
+        // lane, too.
         state.machine.give_back(now, lane.id, lane.lent.recall());
         state.machine.remove(now, lane.id);
     }
 
-    /// A site's record has changed: its bounds hold from now on, also for those who wait.
-    pub fn site_changed(&self, site: &Site, options: &Options) {
+    /// Applies a changed site record. The new limits also hold for waiting requests.
+    pub fn site_changed(&self, site: &Site, options: &EdgeConfig) {
         self.rebound(&format!("site {}", site.name), site_bounds(site, options));
     }
 
-    /// A tenant's record has changed.
-    pub fn tenant_changed(&self, tenant: &Tenant, options: &Options) {
+    /// Applies a changed tenant record.
+    pub fn tenant_changed(&self, tenant: &Tenant, options: &EdgeConfig) {
         self.rebound(&format!("tenant {}", tenant.name), tenant_bounds(tenant, options));
     }
 
-    fn rebound(&self, label: &str, bounds: Bounds) {
+    fn rebound(&self, label: &str, bounds: LaneLimits) {
         let mut state = self.state.lock();
         let now = self.now();
         let Some(lane) = state.by_label.get(label).map(Arc::clone) else { return };
@@ -322,7 +340,7 @@ impl Lanes {
         self.carry_out(state, now);
     }
 
-    fn set_bounds(&self, state: &mut State, now: Moment, lane: &Lane, bounds: Bounds) {
+    fn set_bounds(&self, state: &mut LaneTable, now: Moment, lane: &EdgeLane, bounds: LaneLimits) {
         if state.bounds.get(&lane.id) != Some(&bounds) {
             state.machine.set(now, lane.id, bounds.clone());
             lane.wait_ms.store(millis(bounds.wait), Ordering::Relaxed);
@@ -330,13 +348,13 @@ impl Lanes {
         }
     }
 
-    /// A site's records are gone, and with them its lanes.
+    /// Drops the lanes of a removed site.
     pub fn drop_site(&self, site: &SiteName) {
         let mut state = self.state.lock();
         let now = self.now();
         let own = format!("site {site}");
         let inner = format!("lane {site} ");
-        let is_its = |lane: &&Arc<Lane>| *lane.label == *own || lane.label.starts_with(&inner);
+        let is_its = |lane: &&Arc<EdgeLane>| *lane.label == *own || lane.label.starts_with(&inner);
         let gone: Vec<_> = state.by_label.values().filter(is_its).map(Arc::clone).collect();
         for lane in gone {
             self.drop_lane(&mut state, now, &lane);
@@ -344,12 +362,13 @@ impl Lanes {
         self.carry_out(state, now);
     }
 
-    /// What an earlier start has left in the store, before anybody is served.
-    pub fn restore(&self, records: Vec<(LaneName, Record)>) {
+    /// Restores the records of an earlier start, before any request is served.
+    pub fn restore(&self, records: Vec<(LaneName, TicketRecord)>) {
         let mut state = self.state.lock();
         let state = &mut *state;
         let now = self.now();
-        let known: Map<LaneName, LaneId> = state.by_id.values().map(|lane| (lane.name, lane.id)).collect();
+        let known: SeededMap<LaneName, LaneId> =
+            state.by_id.values().map(|lane| (lane.name, lane.id)).collect();
         for (name, record) in records {
             match known.get(&name) {
                 Some(lane) => state.machine.restore(now, *lane, record),
@@ -359,34 +378,34 @@ impl Lanes {
     }
 
     /// Asks for the right to run.
-    pub fn enter(&self, lane: &Lane, ask: Ask) -> Entered {
+    pub fn enter(&self, lane: &EdgeLane, ask: AdmissionRequest) -> AdmitResult {
         let mut state = self.state.lock();
         let now = self.now();
         let entered = match state.machine.offer(now, lane.id, ask) {
-            Offer::Run(pass) => Entered::Runs(pass),
-            Offer::Wait(pass, prediction) => {
+            Decision::Run(pass) => AdmitResult::Runs(pass),
+            Decision::Wait(pass, prediction) => {
                 let (tell, told) = oneshot::channel();
                 state.waiting.insert(pass, tell);
                 state.all_waiting.inc();
                 self.lined.notify_one();
-                Entered::Waits(pass, prediction, told)
+                AdmitResult::Waits(pass, prediction, told)
             }
             turned => {
                 let told = self.effects(&mut state, now);
-                // Only who is promised something waits for the store; what is left is taken there in passing.
-                let is_new = matches!(&turned, Offer::Next(promise) if promise.is_new);
+                // Only a new promise waits for the store. Other records are stored later.
+                let is_new = matches!(&turned, Decision::Next(promise) if promise.is_new);
                 let records = if is_new { std::mem::take(&mut state.records) } else { Vec::new() };
                 drop(state);
                 tell(told);
-                return Entered::Turned(turned, records);
+                return AdmitResult::Turned(turned, records);
             }
         };
         self.carry_out(state, now);
         entered
     }
 
-    /// A permit of a calm lane; none if somebody waits there.
-    pub fn enter_calm(&self, lane: &Arc<Lane>) -> Option<Permit> {
+    /// Returns a permit of a calm lane. `None` if requests wait there.
+    pub fn enter_calm(&self, lane: &Arc<EdgeLane>) -> Option<Permit> {
         let is_in = lane.enter() || {
             let mut state = self.state.lock();
             let count = state.machine.lend(self.now(), lane.id, LENT);
@@ -395,11 +414,11 @@ impl Lanes {
             }
             count > 0
         };
-        is_in.then(|| Permit::lent(Of::Lane(Arc::clone(lane))))
+        is_in.then(|| Permit::lent(PermitLane::Lane(Arc::clone(lane))))
     }
 
-    /// The client left while it waited, or was called and did not come.
-    pub fn cancel(&self, pass: Pass) {
+    /// Cancels a request: the client left while it waited, or was called and did not come.
+    pub fn cancel(&self, pass: RequestKey) {
         let mut state = self.state.lock();
         let now = self.now();
         if state.waiting.remove(&pass).is_some() {
@@ -409,40 +428,40 @@ impl Lanes {
         self.carry_out(state, now);
     }
 
-    /// What ran has ended.
-    pub fn release(&self, pass: Pass, used: Used) {
+    /// Ends a running request.
+    pub fn release(&self, pass: RequestKey, used: ServiceUse) {
         let mut state = self.state.lock();
         let now = self.now();
         state.machine.release(now, pass, used);
         self.carry_out(state, now);
     }
 
-    /// The wait of one in line, as it is now.
-    pub fn prediction(&self, pass: Pass) -> Option<Prediction> {
+    /// Returns the present prediction for a waiting request.
+    pub fn prediction(&self, pass: RequestKey) -> Option<Prediction> {
         self.state.lock().machine.prediction(self.now(), pass)
     }
 
-    pub fn standing(&self, nonce: Nonce) -> Standing {
+    pub fn standing(&self, nonce: Nonce) -> TicketStatus {
         self.state.lock().machine.standing(self.now(), nonce)
     }
 
-    /// Whoever holds this ticket is told when it may come.
+    /// Registers a stream for the call of this ticket's holder.
     ///
     /// # Errors
-    /// If enough are told already: pages of this ticket, or pages at all.
-    pub fn listen(&self, nonce: Nonce) -> Result<oneshot::Receiver<Moment>, Untold> {
+    /// Fails if there are too many streams, for this ticket or in total.
+    pub fn listen(&self, nonce: Nonce) -> Result<oneshot::Receiver<Moment>, TicketListenError> {
         let mut state = self.state.lock();
         let most = self.listened_max.load(Ordering::Relaxed);
         if state.listening.len() >= most {
             state.listening.retain(|_, pages| pages.iter().any(|page| !page.is_closed()));
             if state.listening.len() >= most {
-                return Err(Untold::TooMany);
+                return Err(TicketListenError::TooMany);
             }
         }
         let pages = state.listening.entry(nonce).or_default();
         pages.retain(|page| !page.is_closed());
         if pages.len() >= LISTENERS_MAX {
-            return Err(Untold::Others);
+            return Err(TicketListenError::Others);
         }
         let (call, called) = oneshot::channel();
         pages.push(call);
@@ -452,7 +471,7 @@ impl Lanes {
         Ok(called)
     }
 
-    /// A page of this ticket listens no more. With the last one its holder cannot be called.
+    /// Removes a stream of this ticket. After the last one its holder cannot be called.
     pub fn hang_up(&self, nonce: Nonce) {
         let mut state = self.state.lock();
         let Some(pages) = state.listening.get_mut(&nonce) else { return };
@@ -465,7 +484,7 @@ impl Lanes {
         }
     }
 
-    /// A ticket that could not be stored is none.
+    /// Withdraws a ticket that could not be stored.
     pub fn withdraw(&self, nonce: Nonce) {
         let mut state = self.state.lock();
         let now = self.now();
@@ -473,26 +492,26 @@ impl Lanes {
         self.carry_out(state, now);
     }
 
-    /// The lane that is called so in paths: a site's own, or one in it.
-    pub fn by_short(&self, site: &Arc<Lane>, short: &str) -> Option<Arc<Lane>> {
+    /// Returns the lane with this short name in paths: a site's own, or one in it.
+    pub fn by_short(&self, site: &Arc<EdgeLane>, short: &str) -> Option<Arc<EdgeLane>> {
         let state = self.state.lock();
-        let is_it = |lane: &&Arc<Lane>| {
-            (lane.id == site.id || lane.inside == site.id) && tickets::short(lane) == short
+        let is_it = |lane: &&Arc<EdgeLane>| {
+            (lane.id == site.id || lane.inside == site.id) && self::short(lane) == short
         };
         if is_it(&site) { Some(Arc::clone(site)) } else { state.by_id.values().find(is_it).cloned() }
     }
 
-    /// All promises that are out.
-    pub fn promises(&self) -> Vec<Record> {
+    /// Returns all open promises.
+    pub fn promises(&self) -> Vec<TicketRecord> {
         self.state.lock().machine.promises()
     }
 
-    /// Takes what is to be stored.
-    pub fn take_records(&self) -> Vec<Record> {
+    /// Takes the records to store.
+    pub fn take_records(&self) -> Vec<TicketRecord> {
         std::mem::take(&mut self.state.lock().records)
     }
 
-    /// What time alone changes. Says when to come again.
+    /// Applies changes that depend on time alone. Returns the time until the next tick.
     pub fn tick(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let now = self.now();
@@ -501,31 +520,32 @@ impl Lanes {
         next.map(|next| Duration::from_micros(next.0.saturating_sub(now.0)))
     }
 
-    /// How hard it is for what runs, in each lane whose bound adapts: on the whole node, and by the lane's own limits.
-    pub fn feel(&self, pressure: Pressure) {
+    /// Observes the pressure in each lane with an adaptive limit: of the whole node, and by the
+    /// lane's own limits.
+    pub fn feel(&self, pressure: CpuPressure) {
         let mut state = self.state.lock();
         let now = self.now();
         let state = &mut *state;
         for (id, bounds) in &state.bounds {
-            if matches!(bounds.run, Run::Auto { .. }) {
+            if matches!(bounds.run, RunLimit::Auto { .. }) {
                 let throttled = state.by_id.get(id).map_or(0.0, |lane| lane.throttled.read());
                 let starved = pressure.starved.max(throttled);
-                state.machine.feel(now, *id, Pressure { starved, ..pressure });
+                state.machine.feel(now, *id, CpuPressure { starved, ..pressure });
             }
         }
     }
 
-    /// Some lane's bound adapts.
+    /// Returns whether any lane has an adaptive limit.
     pub fn any_adapts(&self) -> bool {
-        self.state.lock().bounds.values().any(|bounds| matches!(bounds.run, Run::Auto { .. }))
+        self.state.lock().bounds.values().any(|bounds| matches!(bounds.run, RunLimit::Auto { .. }))
     }
 
-    /// Each lane with what is known of it. Permits that are lent and not in use do not count as running.
-    pub fn explain(&self) -> Vec<(Arc<Lane>, Explained)> {
+    /// Returns each lane with its data. Lent permits that are not in use do not count as running.
+    pub fn explain(&self) -> Vec<(Arc<EdgeLane>, LaneReport)> {
         let state = self.state.lock();
         let now = self.now();
         let spare = state.spare();
-        let explain = |lane: &Arc<Lane>| {
+        let explain = |lane: &Arc<EdgeLane>| {
             let mut explained = state.machine.explain(now, lane.id)?;
             explained.running = explained.running.saturating_sub(*spare.get(&lane.id).unwrap_or(&0));
             Some((Arc::clone(lane), explained))
@@ -533,8 +553,8 @@ impl Lanes {
         state.by_id.values().filter_map(explain).collect()
     }
 
-    /// How full a lane is.
-    pub(super) fn crowded(&self, lane: &Lane) -> Crowded {
+    /// Returns the load of a lane.
+    pub(super) fn crowded(&self, lane: &EdgeLane) -> LaneStatus {
         let state = self.state.lock();
         let (now, root) = (self.now(), state.machine.root());
         let mut spare = state.spare();
@@ -545,8 +565,8 @@ impl Lanes {
             Some((running, explained))
         };
         let free = |id: LaneId| explain(id).map_or(0, |(running, lane)| lane.run.saturating_sub(running));
-        let Some((running, explained)) = explain(lane.id) else { return Crowded::default() };
-        let mut crowded = Crowded {
+        let Some((running, explained)) = explain(lane.id) else { return LaneStatus::default() };
+        let mut crowded = LaneStatus {
             running,
             waiting: explained.waiting,
             free: free(lane.id).min(free(lane.inside)),
@@ -558,25 +578,26 @@ impl Lanes {
             around = state.by_id.get(&lane.inside);
         }
         if crowded.free > 0 && crowded.waiting == 0 {
-            // The machine takes what is lent for what runs.
+            // The machine counts lent permits as running.
             crowded.wait = Some(Duration::ZERO);
         }
         crowded
     }
 
-    /// What runs and waits of each tenant. Permits that are lent and not in use do not count as running.
-    pub fn crowds(&self) -> Vec<(Arc<Lane>, Crowd)> {
+    /// Returns the running and waiting requests of each tenant. Lent permits that are not in use
+    /// do not count as running.
+    pub fn crowds(&self) -> Vec<(Arc<EdgeLane>, LaneLoad)> {
         let state = self.state.lock();
         let spare = state.spare();
-        let crowd = |crowd: Crowd| {
+        let crowd = |crowd: LaneLoad| {
             let lane = state.by_id.get(&crowd.lane)?;
             let running = crowd.running.saturating_sub(*spare.get(&crowd.lane).unwrap_or(&0));
-            Some((Arc::clone(lane), Crowd { running, ..crowd }))
+            Some((Arc::clone(lane), LaneLoad { running, ..crowd }))
         };
         state.machine.crowds().filter_map(crowd).collect()
     }
 
-    /// Requests of all tenants that run now.
+    /// Returns the number of running requests of all tenants.
     pub fn running(&self) -> u32 {
         let state = self.state.lock();
         let root = state.machine.root();
@@ -584,8 +605,8 @@ impl Lanes {
         all.saturating_sub(state.by_id.values().map(|lane| lane.lent.spare()).sum())
     }
 
-    /// Lent permits that were recalled come back one by one.
-    fn settle(&self, lane: &Lane) {
+    /// Returns recalled permits to the machine, one by one.
+    fn settle(&self, lane: &EdgeLane) {
         let mut state = self.state.lock();
         let now = self.now();
         if lane.lent.own().settle() {
@@ -594,13 +615,13 @@ impl Lanes {
         }
     }
 
-    fn learn(&self, lane: &Lane, class: Class, used: Used) {
+    fn learn(&self, lane: &EdgeLane, class: CostClass, used: ServiceUse) {
         self.state.lock().machine.learn(self.now(), lane.id, class, used);
     }
 
-    /// Does what the machine decided; says whom to tell what. Recalled permits that nobody uses go back at once, which may decide
-    /// more.
-    fn effects(&self, state: &mut State, now: Moment) -> Vec<(oneshot::Sender<Told>, Told)> {
+    /// Applies the machine's effects, and returns the waiters to notify. Recalled permits that
+    /// are not in use go back at once, which may cause further effects.
+    fn effects(&self, state: &mut LaneTable, now: Moment) -> Vec<(oneshot::Sender<TurnResult>, TurnResult)> {
         let mut told = Vec::new();
         loop {
             let effects: Vec<_> = state.machine.drain_effects().collect();
@@ -609,52 +630,55 @@ impl Lanes {
             }
             for effect in effects {
                 match effect {
-                    Effect::Run(pass) => told.extend(state.end_of_wait(pass).map(|tell| (tell, Ok(())))),
-                    Effect::Dismiss(pass, why) => {
+                    AdmissionEffect::Run(pass) => {
+                        told.extend(state.end_of_wait(pass).map(|tell| (tell, Ok(()))))
+                    }
+                    AdmissionEffect::Dismiss(pass, why) => {
                         told.extend(state.end_of_wait(pass).map(|tell| (tell, Err(why))));
                     }
-                    Effect::Recall(id) => {
+                    AdmissionEffect::Recall(id) => {
                         let spare = state.by_id.get(&id).map_or(0, |lane| lane.lent.recall());
                         if spare > 0 {
                             state.machine.give_back(now, id, spare);
                         }
                     }
-                    Effect::Call { nonce, until } => {
-                        // Nobody listens: its holder comes at the time it was told.
+                    AdmissionEffect::Call { nonce, until } => {
+                        // If no page has a stream, the holder comes at the time it was given.
                         for page in state.listening.remove(&nonce).into_iter().flatten() {
                             let _ = page.send(until);
                         }
                     }
-                    Effect::Store(record) if state.records.len() < RECORDS_MAX => {
+                    AdmissionEffect::Store(record) if state.records.len() < RECORDS_MAX => {
                         state.records.push(record);
                         self.stirred.notify_one();
                     }
-                    // The next start will not know that this ticket was used. Its promise is not touched.
-                    Effect::Store(_) => {}
+                    // The next start will not know that this ticket was used. Its promise is
+                    // unchanged.
+                    AdmissionEffect::Store(_) => {}
                 }
             }
         }
     }
 
-    /// Does what the machine decided, and tells those whom it concerns once the lock is free.
-    fn carry_out(&self, mut state: MutexGuard<'_, State>, now: Moment) {
+    /// Applies the machine's effects, and notifies the waiters once the lock is free.
+    fn carry_out(&self, mut state: MutexGuard<'_, LaneTable>, now: Moment) {
         let told = self.effects(&mut state, now);
         drop(state);
         tell(told);
     }
 }
 
-/// Whoever does not listen any more gives its permit back itself (`cancel`).
-fn tell(told: Vec<(oneshot::Sender<Told>, Told)>) {
+/// Notifies waiters. One that has stopped waiting gives its permit back itself (`cancel`).
+fn tell(told: Vec<(oneshot::Sender<TurnResult>, TurnResult)>) {
     for (tell, what) in told {
         let _ = tell.send(what);
     }
 }
 
-impl State {
-    /// Lent permits that are not in use, for each lane and all lanes in it.
-    fn spare(&self) -> Map<LaneId, u32> {
-        let mut spare = Map::default();
+impl LaneTable {
+    /// Returns the lent permits that are not in use, for each lane and all lanes in it.
+    fn spare(&self) -> SeededMap<LaneId, u32> {
+        let mut spare = SeededMap::default();
         for lane in self.by_id.values() {
             let count = lane.lent.spare();
             let mut at = Some(lane);
@@ -666,21 +690,21 @@ impl State {
         spare
     }
 
-    fn end_of_wait(&mut self, pass: Pass) -> Option<oneshot::Sender<Told>> {
+    fn end_of_wait(&mut self, pass: RequestKey) -> Option<oneshot::Sender<TurnResult>> {
         let tell = self.waiting.remove(&pass)?;
         self.all_waiting.dec();
         Some(tell)
     }
 }
 
-impl Lane {
-    /// The right to run, if permits are lent and one is not in use.
+impl EdgeLane {
+    /// Takes a lent permit. Returns false if there is none that is not in use.
     pub fn enter(&self) -> bool {
         self.lent.own().enter()
     }
 
-    /// Gives back a lent permit. `sample`: what is to be learned from its request.
-    pub fn leave(&self, sample: Option<(Class, Used)>) {
+    /// Gives back a lent permit. `sample` is the request's class and usage, if it is a sample.
+    pub fn leave(&self, sample: Option<(CostClass, ServiceUse)>) {
         let is_back = self.lent.own().leave();
         if is_back && sample.is_none() {
             return;
@@ -694,27 +718,28 @@ impl Lane {
         }
     }
 
-    /// For so much of its time the programs of a request that ran here stood still, as a CPU quota was used up.
+    /// Adds the time for which a used-up CPU quota stopped the programs of a request.
     pub fn throttled(&self, still_us: u64, service: Duration) {
         self.throttled.add(still_us, service);
     }
 
-    /// Longest that anybody waits here: predictions may be wrong by as much again as they may say.
+    /// Returns the maximum wait here. A prediction may be wrong by as much again as its own
+    /// length.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(self.wait_ms.load(Ordering::Relaxed).saturating_mul(2))
     }
 
-    /// How full it is, or was a moment ago.
-    pub fn crowded(&self) -> Crowded {
+    /// Returns its load, at most a moment old.
+    pub fn crowded(&self) -> LaneStatus {
         self.crowded.get(|| self.lanes.upgrade().map(|lanes| lanes.crowded(self)).unwrap_or_default())
     }
 
-    /// Whose lane it is, if it is a tenant's.
+    /// Returns its tenant, if it is a tenant's lane.
     pub fn tenant(&self) -> Option<TenantName> {
         TenantName::new(self.label.strip_prefix("tenant ")?).ok()
     }
 
-    /// Since when its tenant gives way on the processor.
+    /// Returns the time since when its tenant has lowered CPU priority.
     pub fn gives_way_since(&self) -> Option<Moment> {
         Some(Moment(self.gives_way.load(Ordering::Relaxed))).filter(|since| since.0 > 0)
     }
@@ -723,13 +748,13 @@ impl Lane {
         self.gives_way.store(since.map_or(0, |since| since.0), Ordering::Relaxed);
     }
 
-    /// All lanes of the edge.
-    pub fn lanes(&self) -> Option<Arc<Lanes>> {
+    /// Returns all lanes of the edge.
+    pub fn lanes(&self) -> Option<Arc<LaneSet>> {
         self.lanes.upgrade()
     }
 }
 
-/// The first half of a hash that nobody can aim at: two lanes never have the same name.
+/// Returns the first half of a hash. Nobody can choose it, so two lanes never have the same name.
 fn name_of(label: &str) -> LaneName {
     let digest = ring::digest::digest(&ring::digest::SHA256, label.as_bytes());
     let mut name = [0; 16];
@@ -741,10 +766,10 @@ fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Without a bound of its own.
-fn unbounded(weight: u32) -> Bounds {
-    Bounds {
-        run: Run::Fixed(u32::MAX),
+/// Returns limits without a bound.
+fn unbounded(weight: u32) -> LaneLimits {
+    LaneLimits {
+        run: RunLimit::Fixed(u32::MAX),
         wait: Duration::MAX,
         wait_count: u32::MAX,
         wait_bytes: u64::MAX,
@@ -753,42 +778,43 @@ fn unbounded(weight: u32) -> Bounds {
     }
 }
 
-/// Each page holds a connection, and with it a descriptor. Of one ticket there may be two.
-fn listened_max(options: &Options, threads: usize) -> usize {
+/// Returns the maximum number of streams. Each holds a connection, and with it a descriptor. One
+/// ticket may have two.
+fn listened_max(options: &EdgeConfig, threads: usize) -> usize {
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let files = files.and_then(|files| usize::try_from(files).ok()).unwrap_or(usize::MAX);
     let connections = options.limits.connections.saturating_mul(threads);
     (connections.min(files) / LISTENED_PART).clamp(1, LISTENED_MAX)
 }
 
-fn node_bounds(options: &Options) -> Bounds {
+fn node_bounds(options: &EdgeConfig) -> LaneLimits {
     let run = match options.admission.node_max_concurrent {
         0 => u32::MAX,
         some => some,
     };
-    Bounds { run: Run::Fixed(run), ..unbounded(1) }
+    LaneLimits { run: RunLimit::Fixed(run), ..unbounded(1) }
 }
 
-fn tenant_bounds(tenant: &Tenant, options: &Options) -> Bounds {
+fn tenant_bounds(tenant: &Tenant, options: &EdgeConfig) -> LaneLimits {
     let run = tenant.max_concurrent.unwrap_or(options.tenant_max_concurrent);
-    Bounds { run: Run::Fixed(run), ..unbounded(tenant.weight.unwrap_or(WEIGHT)) }
+    LaneLimits { run: RunLimit::Fixed(run), ..unbounded(tenant.weight.unwrap_or(WEIGHT)) }
 }
 
-fn site_bounds(site: &Site, options: &Options) -> Bounds {
+fn site_bounds(site: &Site, options: &EdgeConfig) -> LaneLimits {
     let (own, node) = (&site.admission, &options.admission);
     let run = match (own.auto, site.max_concurrent) {
-        (true, max) => Run::Auto { min: 1, max: max.unwrap_or(AUTO_MAX) },
-        (false, max) => Run::Fixed(max.unwrap_or(u32::MAX)),
+        (true, max) => RunLimit::Auto { min: 1, max: max.unwrap_or(AUTO_MAX) },
+        (false, max) => RunLimit::Fixed(max.unwrap_or(u32::MAX)),
     };
     let window = own.slot_seconds.map_or(node.slot_ms, |seconds| u64::from(seconds) * 1000);
-    let next = own.tickets.unwrap_or(node.tickets).then(|| Next {
+    let next = own.tickets.unwrap_or(node.tickets).then(|| TicketPolicy {
         window: Duration::from_millis(window),
         horizon: Duration::from_millis(node.horizon_ms),
         tickets: node.tickets_max,
         share: PROMISED_SHARE,
     });
     let wait = own.wait_seconds.map_or(options.wait_ms, |seconds| u64::from(seconds) * 1000);
-    Bounds {
+    LaneLimits {
         run,
         wait: Duration::from_millis(wait),
         wait_count: own.waiting.unwrap_or(options.max_waiting),
@@ -796,4 +822,9 @@ fn site_bounds(site: &Site, options: &Options) -> Bounds {
         next,
         weight: own.weight.unwrap_or(WEIGHT),
     }
+}
+
+/// Returns the short form of a lane in paths and names of cookies: the beginning of its name.
+pub fn short(lane: &EdgeLane) -> String {
+    lane.name.0[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,13 +1,12 @@
-//! What those who must come back see, with a ticket or without: a page for people, in their language, or a problem document
-//! for programs.
+//! Renders the response for clients that must come back, with a ticket or without. People get a
+//! page in their language, programs a problem document.
 //!
-//! The page needs nothing else: style and script are in it, allowed by their hash alone, and without scripts it works by
-//! reloading. It counts down, listens for the call of its holder, and lets people in by itself. What they were about to send
-//! is sent again by their browser when they say so. Not here: whether there is a page at all and its header fields (`turned`), the
-//! stream it listens to (`events`), who asks for what (`page/asked`), the wording (`page/words`).
-
-mod asked;
-mod words;
+//! The page needs no other file. It contains style and script, which are allowed by their hash
+//! alone. Without scripts it works by reloading. It counts down, listens for the call of its
+//! holder, and lets people in by itself. If people confirm, their browser sends again what they
+//! were about to send. Not here: whether there is a page at all and its header fields (`deferral`),
+//! the stream it listens to (`events`), the client and its request (`page/asked`), the wording
+//! (`page/words`).
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -18,16 +17,14 @@ use nagaya_admission::Moment;
 use nagaya_base::Code;
 use ring::digest::{SHA256, digest};
 
-pub use self::asked::{Language, is_crawler, language, wants_html};
-use self::words::Words;
+use crate::admission::page::messages::PageMessages;
+use crate::admission::page::negotiation::PageLanguage;
 
 const HTML: &str = include_str!("page/wait.html");
-/// Of all pages that the node itself has for people.
-pub const BASE_STYLE: &str = include_str!("page/base.css");
-const STYLE: &str = concat!(include_str!("page/base.css"), include_str!("page/wait.css"));
+const STYLE: &str = concat!(include_str!("../http/base.css"), include_str!("page/wait.css"));
 const SCRIPT: &str = include_str!("page/wait.js");
 
-/// The page with its style and script, and the policy that allows just these.
+/// The page with its style and script, and the policy that allows only these.
 static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
     let page = fill(HTML, |name| match name {
         "style" => Some(Cow::Borrowed(STYLE)),
@@ -35,7 +32,8 @@ static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
         _ => None,
     });
     let hash = |text: &str| base64(digest(&SHA256, text.as_bytes()).as_ref());
-    // Nothing about forms: browsers hold to it when they repeat what was sent, and to where the site then leads.
+    // The policy has no directive about forms. Browsers would apply it to the repeated request,
+    // and to its redirects.
     let policy = format!(
         "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; \
          base-uri 'none'; frame-ancestors 'none'",
@@ -45,53 +43,53 @@ static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
     (page, policy)
 });
 
-/// What there is to tell.
+/// Data of the page.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts<'a> {
-    /// The host name that was asked for.
+pub struct PageFacts<'a> {
+    /// The requested host name.
     pub site: &'a str,
-    /// Requests that go first; `None`: not known.
+    /// Number of requests that go first. `None` if it is not known.
     pub ahead: Option<u32>,
-    /// Expected wait; `None`: not known.
+    /// Expected wait. `None` if it is not known.
     pub wait_seconds: Option<u32>,
-    /// The wait will hardly be longer; `None`: not known.
+    /// Probable upper bound of the wait. `None` if it is not known.
     pub at_most_seconds: Option<u32>,
-    /// When to come back: at the latest, with a ticket; without one, not before.
+    /// Time to come back: at the latest with a ticket, at the earliest without one.
     pub begins_in_seconds: u32,
-    /// `None`: nothing is promised.
-    pub kept: Option<Kept<'a>>,
-    /// The request is one that a browser repeats only when its user says so.
+    /// `None` if nothing is promised.
+    pub kept: Option<TicketOffer<'a>>,
+    /// A browser repeats the request only when its user agrees.
     pub is_post: bool,
-    pub language: Language,
+    pub language: PageLanguage,
     pub request_id: &'a str,
 }
 
-/// What comes with a ticket.
+/// Additional data with a ticket.
 #[derive(Debug, Clone, Copy)]
-pub struct Kept<'a> {
-    /// How long the place is kept once it may be taken.
+pub struct TicketOffer<'a> {
+    /// Time for which the place is kept once the holder may come.
     pub window_seconds: u32,
     /// Path of the stream that calls the page.
     pub events_path: &'a str,
 }
 
-/// A ticket as programs get it.
-pub struct Slip<'a> {
+/// A ticket for programs.
+pub struct TicketView<'a> {
     pub text: &'a str,
     /// Its slot by the wall clock.
     pub slot: Range<Moment>,
 }
 
-/// The value of `Content-Security-Policy` that goes with [`render`].
+/// Returns the value of `Content-Security-Policy` that goes with [`render`].
 pub fn csp() -> &'static str {
     &PAGE.1
 }
 
-/// The waiting page.
-pub fn render(facts: &Facts<'_>) -> String {
-    let words = Words::of(facts.language, facts.kept.is_some());
-    // Without a place there is no turn to wait for: what the page counts down to is when it tries again.
-    let again = Facts { wait_seconds: Some(facts.begins_in_seconds), at_most_seconds: None, ..*facts };
+/// Returns the waiting page.
+pub fn render(facts: &PageFacts<'_>) -> String {
+    let words = PageMessages::of(facts.language, facts.kept.is_some());
+    // Without a place there is no turn to wait for. The page counts down to its next attempt.
+    let again = PageFacts { wait_seconds: Some(facts.begins_in_seconds), at_most_seconds: None, ..*facts };
     let facts = if facts.kept.is_some() { facts } else { &again };
     let kept = || facts.kept.map(|kept| fill_in(words.kept, &[&words.time(kept.window_seconds)]));
     fill(&PAGE.0, |name| {
@@ -112,35 +110,40 @@ pub fn render(facts: &Facts<'_>) -> String {
     })
 }
 
-/// By which the page comes again without scripts. With them nothing else must: two that ask at the same time break off what
-/// one of them has begun, and browsers take a `Refresh` of an address with a fragment for a jump within the page.
-fn refresh(facts: &Facts<'_>) -> String {
-    // What was sent is lost by it.
+/// Returns the reload for pages without scripts. With scripts nothing else may reload. Two
+/// requests at the same time would cancel each other. Browsers treat a `Refresh` of an address
+/// with a fragment as a jump within the page.
+fn refresh(facts: &PageFacts<'_>) -> String {
+    // A reload would lose the sent form.
     if facts.is_post {
         return String::new();
     }
     format!("<meta http-equiv=\"refresh\" content=\"{}\">", facts.begins_in_seconds)
 }
 
-/// A site's own waiting page: `template` with these placeholders filled, escaped for text and attributes of HTML.
+/// Returns a site's own waiting page: `template` with these placeholders filled, escaped for text
+/// and attributes of HTML.
 ///
-/// | placeholder | what |
+/// | placeholder | value |
 /// |---|---|
 /// | `{{ahead}}` | requests that go first; empty if it is not known |
 /// | `{{wait}}` | expected wait in seconds; empty if it is not known |
-/// | `{{at_most}}` | seconds that the wait will hardly exceed; empty if not known |
-/// | `{{begins_in}}` | seconds until its holder may come at the latest; without a ticket, until it is to try again |
-/// | `{{events}}` | path of the event stream: `come` when it is the holder's turn, `place` with JSON of `ahead`, `wait_seconds`, `at_most_seconds`, `begins_in_seconds`; empty without a ticket |
+/// | `{{at_most}}` | probable upper bound of the wait in seconds; empty if not known |
+/// | `{{begins_in}}` | seconds until its holder may come, or until the next attempt |
+/// | `{{events}}` | path of the event stream; empty without a ticket |
 /// | `{{request}}` | the request's id, to be found in the log |
 ///
-/// Others are left as they are.
-pub fn render_own(template: &str, facts: &Facts<'_>) -> String {
+/// With a ticket, `{{begins_in}}` is the latest time, without one it is the next attempt. The
+/// stream sends `come` when it is the holder's turn. It sends `place` with JSON of `ahead`,
+/// `wait_seconds`, `at_most_seconds` and `begins_in_seconds`. Other placeholders stay as they
+/// are.
+pub fn render_own(template: &str, facts: &PageFacts<'_>) -> String {
     fill(template, |name| placeholder(name, facts))
 }
 
-/// The problem document (RFC 9457) for programs, with the code of the refusal. `not_before` and `not_after` of a ticket are
-/// seconds since the Unix epoch.
-pub fn problem_json(facts: &Facts<'_>, slip: Option<&Slip<'_>>, code: Code) -> String {
+/// Returns the problem document (RFC 9457) for programs, with the code of the refusal.
+/// `not_before` and `not_after` of a ticket are seconds since the Unix epoch.
+pub fn problem_json(facts: &PageFacts<'_>, slip: Option<&TicketView<'_>>, code: Code) -> String {
     let seconds = facts.begins_in_seconds;
     let (title, then) = if slip.is_some() {
         (
@@ -163,7 +166,7 @@ pub fn problem_json(facts: &Facts<'_>, slip: Option<&Slip<'_>>, code: Code) -> S
         "at_most_seconds": facts.at_most_seconds,
         "request": facts.request_id,
     });
-    if let Some(Slip { text, slot }) = slip {
+    if let Some(TicketView { text, slot }) = slip {
         let seconds = |moment: Moment| moment.0.div_ceil(1_000_000);
         document["ticket"] = (*text).into();
         document["not_before"] = seconds(slot.start).into();
@@ -172,7 +175,7 @@ pub fn problem_json(facts: &Facts<'_>, slip: Option<&Slip<'_>>, code: Code) -> S
     document.to_string()
 }
 
-/// The same of a request whose site had no place.
+/// Returns the problem document for a request whose site had no place.
 pub fn unplaced_json(site: &str, request: &str, code: Code, again_in: u32, wait: Option<u32>) -> String {
     let document = serde_json::json!({
         "type": format!("urn:nagaya:{code}"),
@@ -186,7 +189,7 @@ pub fn unplaced_json(site: &str, request: &str, code: Code, again_in: u32, wait:
     document.to_string()
 }
 
-fn placeholder<'a>(name: &str, facts: &Facts<'a>) -> Option<Cow<'a, str>> {
+fn placeholder<'a>(name: &str, facts: &PageFacts<'a>) -> Option<Cow<'a, str>> {
     let number = |number: Option<u32>| number.map_or(String::new(), |number| number.to_string());
     Some(match name {
         "ahead" => number(facts.ahead).into(),
@@ -199,7 +202,8 @@ fn placeholder<'a>(name: &str, facts: &Facts<'a>) -> Option<Cow<'a, str>> {
     })
 }
 
-/// Replaces each `{{name}}` of `template` for which there is a value. Values are not looked into again.
+/// Replaces each `{{name}}` of `template` for which there is a value. Values are not expanded
+/// again.
 fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<Cow<'a, str>>) -> String {
     let mut out = String::with_capacity(template.len() + 2048);
     let mut rest = template;
@@ -248,7 +252,7 @@ fn escape(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// RFC 4648 section 4, with padding.
+/// Encodes by RFC 4648 section 4, with padding.
 fn base64(bytes: &[u8]) -> String {
     const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -263,5 +267,7 @@ fn base64(bytes: &[u8]) -> String {
     out
 }
 
+pub mod messages;
+pub mod negotiation;
 #[cfg(test)]
 mod tests;

@@ -1,38 +1,41 @@
-//! How hard the node works, and how hard it is for one lane's programs: for lanes whose bound adapts.
+//! Measures the CPU pressure of the node and of one lane's programs, for lanes with an adaptive
+//! limit.
 //!
-//! Not here: what the bound makes of it (`nagaya_admission`), averages over minutes that rules ask for (`rules::load`).
+//! Not here: the limit itself (`nagaya_admission`), averages over minutes for rules
+//! (`rules::load`).
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use nagaya_admission::Pressure;
+use nagaya_admission::CpuPressure;
 
-/// Of each file so much is read: its first line is what counts.
+/// Number of bytes read of each file. Only its first line counts.
 const LINE_MAX: usize = 512;
 
-/// Two looks at what the kernel counts.
+/// Difference of two samples of the kernel's counters.
 #[derive(Debug)]
-pub struct Gauge {
-    /// `/proc/stat` (proc_stat(5)).
+pub struct PressureGauge {
+    /// The file `/proc/stat` (proc_stat(5)).
     stat: Option<File>,
-    /// `/proc/pressure/cpu` (Documentation/accounting/psi.rst); kernels without it tell no more than how busy they are.
+    /// The file `/proc/pressure/cpu` (Documentation/accounting/psi.rst). Kernels without it
+    /// report only how busy they are.
     psi: Option<File>,
-    last: Look,
+    last: PressureSample,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Look {
+struct PressureSample {
     at: Instant,
-    /// Ticks of all cores, and those of them without work.
+    /// Ticks of all cores, and their idle ticks.
     ticks: u64,
     idle: u64,
     /// Microseconds in which some task waited for a core.
     starved_us: u64,
 }
 
-impl Gauge {
+impl PressureGauge {
     pub fn new() -> Self {
         let stat = File::open("/proc/stat").ok();
         let psi = File::open("/proc/pressure/cpu").ok();
@@ -40,41 +43,42 @@ impl Gauge {
         Self { stat, psi, last }
     }
 
-    /// Since the last time.
-    pub fn read(&mut self) -> Pressure {
+    /// Returns the pressure since the last call.
+    pub fn read(&mut self) -> CpuPressure {
         let now = look(self.stat.as_ref(), self.psi.as_ref());
         let last = std::mem::replace(&mut self.last, now);
         let part = |of: u64, all: u64| if all == 0 { 0.0 } else { (of as f32 / all as f32).clamp(0.0, 1.0) };
         let ticks = now.ticks.saturating_sub(last.ticks);
         let idle = now.idle.saturating_sub(last.idle).min(ticks);
         let passed = u64::try_from(now.at.duration_since(last.at).as_micros()).unwrap_or(u64::MAX);
-        Pressure {
+        CpuPressure {
             busy: part(ticks - idle, ticks),
             starved: part(now.starved_us.saturating_sub(last.starved_us), passed),
         }
     }
 }
 
-/// For how much of their time a lane's programs stood still because a CPU quota was used up: its own, its tenant's, or that of a
-/// rule's cell. The node may have nothing else to do meanwhile.
+/// Share of time for which a used-up CPU quota stopped a lane's programs. The quota is their own,
+/// their tenant's, or that of a rule's cell. The node may be idle meanwhile.
 #[derive(Debug, Default)]
-pub struct Throttled {
+pub struct ThrottleShare {
     still_us: AtomicU64,
     service_us: AtomicU64,
-    /// The part as of the last time at which any had ended (bits of an `f32`).
+    /// Share at the last call with ended requests (bits of an `f32`).
     part: AtomicU32,
 }
 
-impl Throttled {
-    /// What a request's programs used is known.
+impl ThrottleShare {
+    /// Adds the usage of a request's programs.
     pub fn add(&self, still_us: u64, service: Duration) {
         let service_us = u64::try_from(service.as_micros()).unwrap_or(u64::MAX);
-        // Several that run at once stand still at once.
+        // Several that run at once stop at once.
         self.still_us.fetch_add(still_us.min(service_us), Ordering::Relaxed);
         self.service_us.fetch_add(service_us, Ordering::Relaxed);
     }
 
-    /// Of those that have ended since the last time; where none has, as before.
+    /// Returns the share among requests that ended since the last call. Without any, returns the
+    /// previous value.
     pub fn read(&self) -> f32 {
         let service_us = self.service_us.swap(0, Ordering::Relaxed);
         let still_us = self.still_us.swap(0, Ordering::Relaxed);
@@ -87,10 +91,10 @@ impl Throttled {
     }
 }
 
-fn look(stat: Option<&File>, psi: Option<&File>) -> Look {
+fn look(stat: Option<&File>, psi: Option<&File>) -> PressureSample {
     let (ticks, idle) = stat.and_then(first_line).and_then(|line| cpu_ticks(&line)).unwrap_or_default();
     let starved_us = psi.and_then(first_line).and_then(|line| total_us(&line)).unwrap_or_default();
-    Look { at: Instant::now(), ticks, idle, starved_us }
+    PressureSample { at: Instant::now(), ticks, idle, starved_us }
 }
 
 fn first_line(file: &File) -> Option<String> {
@@ -99,14 +103,15 @@ fn first_line(file: &File) -> Option<String> {
     String::from_utf8_lossy(&bytes[..len]).lines().next().map(str::to_owned)
 }
 
-/// `cpu  user nice system idle iowait irq softirq steal ...`: all, and idle with iowait.
+/// Parses `cpu  user nice system idle iowait irq softirq steal ...`. Returns the sum, and idle
+/// with iowait.
 fn cpu_ticks(line: &str) -> Option<(u64, u64)> {
     let ticks: Vec<u64> =
         line.strip_prefix("cpu ")?.split_whitespace().take(8).flat_map(str::parse).collect();
     (ticks.len() >= 5).then(|| (ticks.iter().sum(), ticks[3] + ticks[4]))
 }
 
-/// `some avg10=0.00 avg60=0.00 avg300=0.00 total=12345`.
+/// Parses `some avg10=0.00 avg60=0.00 avg300=0.00 total=12345`.
 fn total_us(line: &str) -> Option<u64> {
     line.strip_prefix("some ")?.rsplit_once("total=")?.1.trim().parse().ok()
 }
@@ -124,8 +129,8 @@ mod tests {
     }
 
     #[test]
-    fn the_part_in_which_programs_stood_still_is_that_of_those_that_ended() {
-        let throttled = Throttled::default();
+    fn throttled_share_counts_only_programs_that_ended() {
+        let throttled = ThrottleShare::default();
         assert_eq!(throttled.read(), 0.0);
         let second = Duration::from_secs(1);
         throttled.add(400_000, second);
@@ -140,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_node_at_work_is_seen_to_be() {
-        let mut gauge = Gauge::new();
+        let mut gauge = PressureGauge::new();
         let begun = Instant::now();
         let mut pressure = gauge.read();
         // The kernel counts ticks of 10 ms or less; one core of few is enough to be above nothing.

@@ -1,55 +1,57 @@
-//! Where promises outlive the process: a thread of its own that stores tickets, and the keys they are signed with.
+//! Stores tickets and their signing keys on a thread of its own, so that promises outlive the
+//! process.
 //!
-//! Threads that serve hand over records and wait for them without blocking. What has come until the disk is ready is
-//! stored as one transaction, so that a crowd costs no more writes than a few people do. A promise is given only after
-//! [`Store::keep`] has said that it is stored.
+//! Serving threads hand over records and wait for them without blocking. Records that arrive
+//! while the disk works are stored as one transaction. So a crowd costs no more writes than a few
+//! people. A promise is given only after [`TicketStore::keep`] has confirmed that it is stored.
 //!
-//! Whatever goes wrong with the file, serving goes on. While it cannot be written, `keep` fails and no promises are given;
-//! that is said once, tried again, and said once more when it works again. A damaged file is set aside. The file of an edge
-//! that still drains is waited for.
+//! Serving goes on after any error of the file. While it cannot be written, `keep` fails and no
+//! promises are given. That is logged once, retried, and logged once more when it works again. A
+//! damaged file is set aside. If an older edge that drains has the file, the thread waits for it.
 //!
-//! Not here: the file itself (`file`), what records mean (`nagaya_admission`), what is done without a promise (`turned`).
+//! Not here: the file itself (`file`), the meaning of records (`nagaya_admission`), responses
+//! without a promise (`deferral`).
 
-mod file;
+pub mod file;
 
 use std::future::Future;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use std::{io, thread};
 
-use nagaya_admission::{Keys, LaneName, Moment, Record};
-use nagaya_base::Reckoning;
+use nagaya_admission::{LaneName, Moment, TicketKeyring, TicketRecord};
+use nagaya_base::AnchoredClock;
 use parking_lot::RwLock;
 use tokio::sync::oneshot;
 
-use self::file::{FileError, KeyRow, TicketFile};
+use crate::admission::store::file::{KeyRow, TicketFile, TicketFileError};
 
-/// Calls of [`Store::keep`] that may wait for the disk.
+/// Maximum number of calls of [`TicketStore::keep`] that wait for the disk.
 const QUEUE_MAX: usize = 8_192;
 
-/// Records of one transaction, not counting those of its last call.
+/// Maximum number of records in one transaction, not counting those of its last call.
 const BATCH_RECORDS_MAX: usize = 16_384;
 
-/// How patient the thread is.
+/// Intervals of the thread.
 #[derive(Debug, Clone, Copy)]
-struct Pace {
-    /// Shortest time from one commit to the next.
+struct StorePacing {
+    /// Minimum time from one commit to the next.
     commit_every: Duration,
     /// Time from a failure to the next attempt.
     retry: Duration,
-    /// The same while another process has the file, as the edge that drains has.
+    /// The same while another process has the file, e.g. an edge that drains.
     retry_locked: Duration,
-    /// So long that is no trouble to speak of. Longer than an edge drains.
+    /// Time for which a locked file is not reported. It is longer than an edge drains.
     locked_quiet: Duration,
-    /// How often keys and what has expired are looked after if nothing is stored.
+    /// Interval for the check of keys and expired records if nothing is stored.
     tend_every: Duration,
 }
 
-const PACE: Pace = Pace {
+const PACE: StorePacing = StorePacing {
     commit_every: Duration::from_millis(3),
     retry: Duration::from_secs(1),
     retry_locked: Duration::from_millis(100),
@@ -57,9 +59,9 @@ const PACE: Pace = Pace {
     tend_every: Duration::from_secs(600),
 };
 
-/// Why records were not stored.
+/// Reason why records were not stored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum StoreError {
+pub enum TicketStoreError {
     #[error("the disk is slower than tickets come: {QUEUE_MAX} writes wait for it")]
     Full,
     #[error("the store of tickets was closed, as this edge ends")]
@@ -68,131 +70,144 @@ pub enum StoreError {
     Unavailable(Arc<str>),
 }
 
-/// What was stored before this start, in the order of the slots.
-pub type Stored = Vec<(LaneName, Record)>;
+/// Records that were stored before this start, in the order of the slots.
+pub type StoredTickets = Vec<(LaneName, TicketRecord)>;
 
-/// The store of tickets. Dropping it stores what waits, and frees the file.
+/// The store of tickets. Dropping it stores waiting records, and frees the file.
 #[derive(Debug)]
-pub struct Store {
-    /// None: closed.
-    sender: RwLock<Option<SyncSender<Keep>>>,
-    keys: Arc<RwLock<Option<Arc<Keys>>>>,
-    /// A file was lost that had been open, and the new one knows none of what was stored.
+pub struct TicketStore {
+    /// `None` once the account is closed.
+    sender: RwLock<Option<SyncSender<PendingWrite>>>,
+    keys: Arc<RwLock<Option<Arc<TicketKeyring>>>>,
+    /// An open file was lost. The new one has none of its records.
     has_lost: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Records on their way, and who waits for them.
+/// Records to store, and the sender of the result.
 #[derive(Debug)]
-struct Keep {
-    records: Vec<Record>,
-    done: oneshot::Sender<Result<(), StoreError>>,
+struct PendingWrite {
+    records: Vec<TicketRecord>,
+    done: oneshot::Sender<Result<(), TicketStoreError>>,
 }
 
-impl Store {
-    /// Opens the file in this directory, or makes it. What was stored comes by the receiver: at once, usually; if the file cannot
-    /// be opened now, as soon as it can, and until then `keep` fails.
+impl TicketStore {
+    /// Opens the file in this directory, or creates it. The receiver delivers the stored records,
+    /// usually at once. If the file cannot be opened now, it delivers them later, and until then
+    /// `keep` fails.
     ///
     /// # Errors
-    /// If there can be no thread.
-    pub fn open(directory: OwnedFd, reckoning: Reckoning) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
+    /// Fails if the thread cannot be started.
+    pub fn open(
+        directory: OwnedFd,
+        reckoning: AnchoredClock,
+    ) -> io::Result<(Self, oneshot::Receiver<StoredTickets>)> {
         Self::open_at_pace(directory, PACE, reckoning)
     }
 
     fn open_at_pace(
         directory: OwnedFd,
-        pace: Pace,
-        reckoning: Reckoning,
-    ) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
+        pace: StorePacing,
+        reckoning: AnchoredClock,
+    ) -> io::Result<(Self, oneshot::Receiver<StoredTickets>)> {
         let (opened, stored) = oneshot::channel();
         let keys = Arc::new(RwLock::new(None));
-        let mut keeper = Keeper::new(directory, pace, Arc::clone(&keys), opened, reckoning);
+        let mut keeper = StoreThread::new(directory, pace, Arc::clone(&keys), opened, reckoning);
         let has_lost = Arc::clone(&keeper.has_lost);
-        // On the caller's thread, so that nobody is served before what was promised is known.
+        // On the caller's thread, so that earlier promises are known before any request is
+        // served.
         keeper.open();
         let (sender, receiver) = sync_channel(QUEUE_MAX);
         let thread = thread::Builder::new().name("tickets".into()).spawn(move || keeper.run(&receiver))?;
         Ok((Self { sender: RwLock::new(Some(sender)), keys, has_lost, thread: Some(thread) }, stored))
     }
 
-    /// Stores records, after all that came before them. With none, waits for those. Nothing may be promised before it says `Ok`.
-    pub fn keep(&self, records: Vec<Record>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
+    /// Stores records, after all earlier ones. Without any, waits for those. Nothing may be
+    /// promised before it returns `Ok`.
+    pub fn keep(
+        &self,
+        records: Vec<TicketRecord>,
+    ) -> impl Future<Output = Result<(), TicketStoreError>> + Send + use<> {
         let (done, kept) = oneshot::channel();
         let sent = match &*self.sender.read() {
-            None => Err(StoreError::Closed),
-            Some(sender) => sender.try_send(Keep { records, done }).map_err(|refused| match refused {
-                TrySendError::Full(_) => StoreError::Full,
-                TrySendError::Disconnected(_) => StoreError::Closed,
-            }),
+            None => Err(TicketStoreError::Closed),
+            Some(sender) => {
+                sender.try_send(PendingWrite { records, done }).map_err(|refused| match refused {
+                    TrySendError::Full(_) => TicketStoreError::Full,
+                    TrySendError::Disconnected(_) => TicketStoreError::Closed,
+                })
+            }
         };
         async move {
             sent?;
-            kept.await.unwrap_or(Err(StoreError::Closed))
+            kept.await.unwrap_or(Err(TicketStoreError::Closed))
         }
     }
 
-    /// The keys of now: to be asked for each time, as a new one comes every month. `None`: the file has not been opened yet.
-    pub fn keys(&self) -> Option<Arc<Keys>> {
+    /// Returns the present keys. Ask each time, because there is a new key every month. `None` if
+    /// the file has not been opened yet.
+    pub fn keys(&self) -> Option<Arc<TicketKeyring>> {
         self.keys.read().clone()
     }
 
-    /// Whether what was stored is lost, and has to be stored again by who knows it. Said once.
+    /// Returns once whether stored records were lost. The caller must store them again.
     pub fn take_lost(&self) -> bool {
         self.has_lost.swap(false, Ordering::AcqRel)
     }
 
-    /// It was not stored again: it is still to be.
+    /// Records that storing them again has failed.
     pub fn still_lost(&self) {
         self.has_lost.store(true, Ordering::Release);
     }
 
-    /// Stores what waits, then frees the file for the edge that comes after this one. `keep` fails from now on. Does not wait.
+    /// Stores waiting records, then frees the file for the next edge. `keep` fails from now on.
+    /// Does not wait.
     pub fn close(&self) {
         *self.sender.write() = None;
     }
 }
 
-impl Drop for Store {
+impl Drop for TicketStore {
     fn drop(&mut self) {
         self.close();
         if let Some(thread) = self.thread.take() {
-            // One that panicked has said so, and there is nobody left to tell.
+            // A panic of the thread was reported already.
             let _ = thread.join();
         }
     }
 }
 
-/// What the thread has.
-struct Keeper {
+/// State of the thread.
+struct StoreThread {
     directory: OwnedFd,
-    pace: Pace,
-    reckoning: Reckoning,
-    /// None: not open now.
+    pace: StorePacing,
+    reckoning: AnchoredClock,
+    /// `None` while it is not open.
     file: Option<TicketFile>,
-    /// The keys that sign and verify now, kept here too so that a file that begins anew has them.
+    /// The present signing and verifying keys. They are kept here too, for a new file.
     key_rows: Vec<KeyRow>,
-    keys: Arc<RwLock<Option<Arc<Keys>>>>,
+    keys: Arc<RwLock<Option<Arc<TicketKeyring>>>>,
     has_lost: Arc<AtomicBool>,
-    /// Until what was stored has been told.
-    opened: Option<oneshot::Sender<Stored>>,
-    trouble: Option<Trouble>,
+    /// Set until the stored records have been delivered.
+    opened: Option<oneshot::Sender<StoredTickets>>,
+    trouble: Option<StoreFailure>,
     committed: Instant,
     next_try: Instant,
 }
 
-struct Trouble {
+struct StoreFailure {
     text: Arc<str>,
     since: Instant,
     is_said: bool,
 }
 
-impl Keeper {
+impl StoreThread {
     fn new(
         directory: OwnedFd,
-        pace: Pace,
-        keys: Arc<RwLock<Option<Arc<Keys>>>>,
-        opened: oneshot::Sender<Stored>,
-        reckoning: Reckoning,
+        pace: StorePacing,
+        keys: Arc<RwLock<Option<Arc<TicketKeyring>>>>,
+        opened: oneshot::Sender<StoredTickets>,
+        reckoning: AnchoredClock,
     ) -> Self {
         let now = Instant::now();
         Self {
@@ -210,7 +225,7 @@ impl Keeper {
         }
     }
 
-    fn run(mut self, receiver: &Receiver<Keep>) {
+    fn run(mut self, receiver: &Receiver<PendingWrite>) {
         loop {
             let patience = match self.file {
                 Some(_) => self.pace.tend_every,
@@ -227,8 +242,8 @@ impl Keeper {
         }
     }
 
-    /// What has come with this one, and comes until the next commit is due.
-    fn gather(&self, first: Keep, receiver: &Receiver<Keep>) -> Vec<Keep> {
+    /// Returns this call and those that arrive until the next commit is due.
+    fn gather(&self, first: PendingWrite, receiver: &Receiver<PendingWrite>) -> Vec<PendingWrite> {
         let due = self.committed + self.pace.commit_every;
         let mut records = first.records.len();
         let mut batch = vec![first];
@@ -244,8 +259,8 @@ impl Keeper {
         batch
     }
 
-    /// Stores a batch and tells those who wait. An empty one: looks after the file.
-    fn take(&mut self, batch: Vec<Keep>) {
+    /// Stores a batch and notifies the waiters. An empty one checks the file.
+    fn take(&mut self, batch: Vec<PendingWrite>) {
         if self.file.is_none() && Instant::now() >= self.next_try {
             self.open();
         }
@@ -272,7 +287,7 @@ impl Keeper {
             }
         };
         for keep in batch {
-            // Who does not wait any more need not know.
+            // A waiter may have stopped waiting.
             let _ = keep.done.send(answer.clone());
         }
     }
@@ -281,7 +296,7 @@ impl Keeper {
         let now = Moment(self.reckoning.now_us());
         let directory = self.directory.as_fd();
         let mut opened = guarded(|| TicketFile::open(directory, &mut self.key_rows, now));
-        if let Err(FileError::Damaged(detail)) = &opened {
+        if let Err(TicketFileError::Damaged(detail)) = &opened {
             opened = match file::set_aside(directory, now) {
                 Ok(name) => {
                     tracing::error!(
@@ -290,7 +305,7 @@ impl Keeper {
                         name,
                         "the file of tickets is damaged: it was set aside, and a new one begun"
                     );
-                    // At the start nobody knows what was in it.
+                    // At the start the content of the lost file is not known.
                     self.has_lost.store(self.opened.is_none(), Ordering::Release);
                     guarded(|| TicketFile::open(directory, &mut self.key_rows, now))
                 }
@@ -303,14 +318,14 @@ impl Keeper {
         }
     }
 
-    fn begin(&mut self, file: TicketFile, stored: Stored) {
+    fn begin(&mut self, file: TicketFile, stored: StoredTickets) {
         self.file = Some(file);
         self.publish(true);
         if self.trouble.take().is_some_and(|trouble| trouble.is_said) {
             tracing::info!("tickets can be stored again");
         }
         if let Some(opened) = self.opened.take() {
-            // Nobody waits for it if the edge has ended.
+            // After the end of the edge there is no receiver.
             let _ = opened.send(stored);
         }
     }
@@ -321,15 +336,15 @@ impl Keeper {
         }
     }
 
-    /// After a failed write the database is of no use until it is opened anew.
-    fn fail(&mut self, error: &FileError) {
+    /// Closes the file. After a failed write the database is useless until it is opened again.
+    fn fail(&mut self, error: &TicketFileError) {
         let now = Instant::now();
         self.close_file();
-        let is_locked = matches!(error, FileError::Locked);
+        let is_locked = matches!(error, TicketFileError::Locked);
         self.next_try = now + if is_locked { self.pace.retry_locked } else { self.pace.retry };
         let text = error.to_string().into();
         let trouble =
-            self.trouble.get_or_insert(Trouble { text: Arc::clone(&text), since: now, is_said: false });
+            self.trouble.get_or_insert(StoreFailure { text: Arc::clone(&text), since: now, is_said: false });
         trouble.text = text;
         let is_normal = is_locked && now < trouble.since + self.pace.locked_quiet;
         if !trouble.is_said && !is_normal {
@@ -338,14 +353,15 @@ impl Keeper {
         }
     }
 
-    fn unavailable(&self) -> StoreError {
+    fn unavailable(&self) -> TicketStoreError {
         let text = self.trouble.as_ref().map(|trouble| Arc::clone(&trouble.text));
-        StoreError::Unavailable(text.unwrap_or_else(|| "the file has not been opened yet".into()))
+        TicketStoreError::Unavailable(text.unwrap_or_else(|| "the file has not been opened yet".into()))
     }
 
     fn close_file(&mut self) {
         let file = self.file.take();
-        // Closing writes too, and what that runs into is met again, and told, when it is opened.
+        // Closing writes, too. An error in it appears again, and is reported, at the next
+        // opening.
         let _ = guarded(|| {
             drop(file);
             Ok(())
@@ -353,10 +369,11 @@ impl Keeper {
     }
 }
 
-/// Pages that are not what they were reach assertions of the database, which are as good as its errors.
-fn guarded<T>(run: impl FnOnce() -> Result<T, FileError>) -> Result<T, FileError> {
+/// Runs a database operation. Corrupt pages trigger assertions of the database, which count as
+/// its errors.
+fn guarded<T>(run: impl FnOnce() -> Result<T, TicketFileError>) -> Result<T, TicketFileError> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-    caught.unwrap_or_else(|_| Err(FileError::Damaged("its pages do not fit together".into())))
+    caught.unwrap_or_else(|_| Err(TicketFileError::Damaged("its pages do not fit together".into())))
 }
 
 #[cfg(test)]

@@ -1,15 +1,14 @@
-//! Bodies of HTTP/1, and what CGI programs print.
+//! Fuzzes bodies of HTTP/1, and the output of CGI programs.
 //!
-//! Not here: FastCGI, which the keeper reads too (`nagaya_keeper::fuzzing`).
+//! Not here: FastCGI, which the keeper reads, too (`nagaya_keeper::fuzzing`).
 
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use nagaya_base::fuzz::copy_seeds;
 
-use super::split_step;
-use crate::http1::fields::Peer;
-use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
-use crate::programs::response::{HEAD_FIELDS_MAX, HeadReader, ScriptHead};
+use crate::backends::programs::response::{HEAD_FIELDS_MAX, HeadReader, ScriptHead};
+use crate::fuzzing::inputs::split_step;
+use crate::http::h1::framing::{BodyDecoder, BodyFraming, DecodedPart, HeadSender, is_forbidden_trailer};
 
 pub(super) fn http1_bodies() -> Vec<Vec<u8>> {
     copy_seeds(&[
@@ -23,45 +22,47 @@ pub(super) fn http1_bodies() -> Vec<Vec<u8>> {
     ])
 }
 
-/// What of a body has come, and how many bytes are left behind it.
+/// The decoded part of a body, and the number of bytes behind it.
 #[derive(Debug, Default, PartialEq)]
-struct Body {
+struct FuzzedBody {
     data: Vec<u8>,
     trailers: Option<HeaderMap>,
     left: usize,
 }
 
-/// A chunked body means the same in pieces as in one; so does one of known length.
+/// Checks that a body has the same result in pieces as in one, chunked or of known length.
 pub(super) fn read_http1_body(bytes: &[u8]) {
     let Some((step, wire)) = split_step(bytes) else { return };
-    let framings = [Framing::Chunked, Framing::Length(step as u64), Framing::ToEnd, Framing::None];
+    let framings =
+        [BodyFraming::Chunked, BodyFraming::Length(step as u64), BodyFraming::ToEnd, BodyFraming::None];
     for (peer, framing) in
-        [Peer::Client, Peer::Backend].into_iter().flat_map(|peer| framings.map(|f| (peer, f)))
+        [HeadSender::Client, HeadSender::Backend].into_iter().flat_map(|peer| framings.map(|f| (peer, f)))
     {
         let whole = decode_body(peer, framing, wire, wire.len().max(1));
         assert_eq!(decode_body(peer, framing, wire, step), whole, "{peer:?} {framing:?}");
         let Some(body) = whole else { continue };
         assert!(body.data.len() + body.left <= wire.len());
-        if let Framing::Length(len) = framing {
+        if let BodyFraming::Length(len) = framing {
             assert_eq!(body.data.len() as u64, len);
         }
         assert!(body.trailers.iter().flat_map(HeaderMap::keys).all(|name| !is_forbidden_trailer(name)));
     }
 }
 
-/// `None`: it is refused, or not whole.
-fn decode_body(peer: Peer, framing: Framing, wire: &[u8], step: usize) -> Option<Body> {
-    let (mut decoder, mut body, mut buffer) = (Decoder::new(framing, peer), Body::default(), BytesMut::new());
+/// Returns `None` if it is refused, or incomplete.
+fn decode_body(peer: HeadSender, framing: BodyFraming, wire: &[u8], step: usize) -> Option<FuzzedBody> {
+    let (mut decoder, mut body, mut buffer) =
+        (BodyDecoder::new(framing, peer), FuzzedBody::default(), BytesMut::new());
     let mut pieces = wire.chunks(step);
     loop {
         match decoder.decode(&mut buffer).ok()? {
-            Decoded::Data(data) => body.data.extend_from_slice(&data),
-            Decoded::Trailers(trailers) => body.trailers = Some(trailers),
-            Decoded::End => {
+            DecodedPart::Data(data) => body.data.extend_from_slice(&data),
+            DecodedPart::Trailers(trailers) => body.trailers = Some(trailers),
+            DecodedPart::End => {
                 body.left = buffer.len() + pieces.map(<[u8]>::len).sum::<usize>();
                 return Some(body);
             }
-            Decoded::More => match pieces.next() {
+            DecodedPart::More => match pieces.next() {
                 Some(piece) => buffer.extend_from_slice(piece),
                 None => return decoder.close().then_some(body),
             },
@@ -103,7 +104,7 @@ pub(super) fn read_cgi_head(bytes: &[u8]) {
     }
 }
 
-/// The head, and how many bytes came behind it.
+/// Returns the head, and the number of bytes behind it.
 fn read_head(output: &[u8], step: usize) -> Option<(ScriptHead, usize)> {
     let mut reader = HeadReader::default();
     let mut pieces = output.chunks(step);

@@ -1,20 +1,23 @@
-//! Single header fields of clients: ranges, conditions, codings, claims of proxies, traces and tickets.
+//! Fuzzes single header fields of clients: ranges, conditions, codings, claims of proxies, traces
+//! and tickets.
 
 use std::net::IpAddr;
 
-use http::header::{self, HeaderMap, HeaderValue};
-use http::{Method, Version};
-use nagaya_admission::{Keys, LaneName, Moment, Nonce, Ticket};
+use http::header::{HeaderMap, HeaderValue};
+use http::{Method, Version, header};
+use nagaya_admission::{LaneName, Moment, Nonce, Ticket, TicketKeyring};
 use nagaya_base::RequestId;
 use nagaya_base::fuzz::copy_seeds;
 
-use super::{heads, read_lines};
-use crate::files::conditional::{self, Outcome, Validators};
-use crate::files::encoding::{Accepted, Coding};
-use crate::files::range::{self, Wanted};
-use crate::forward::{Forwarding, trace};
-use crate::message::Head;
-use crate::options::Options;
+use crate::backends::files::conditional::{PreconditionResult, Validators};
+use crate::backends::files::encoding::{AcceptedCodings, ContentCoding};
+use crate::backends::files::range::WantedRanges;
+use crate::backends::files::{conditional, range};
+use crate::fuzzing::heads;
+use crate::fuzzing::inputs::read_lines;
+use crate::http::message::RequestHead;
+use crate::http::proxy_headers::{ForwardingRules, trace};
+use crate::options::EdgeConfig;
 
 // === Ranges ===
 
@@ -37,8 +40,8 @@ pub(super) fn read_range(bytes: &[u8]) {
     let Ok(value) = HeaderValue::from_bytes(text) else { return };
     let size = u64::from_le_bytes(*size);
     let headers = HeaderMap::from_iter([(header::RANGE, value)]);
-    assert_eq!(range::wanted(&Method::POST, &headers, size), Wanted::Whole);
-    let Wanted::Spans(spans) = range::wanted(&Method::GET, &headers, size) else { return };
+    assert_eq!(range::wanted(&Method::POST, &headers, size), WantedRanges::Whole);
+    let WantedRanges::Spans(spans) = range::wanted(&Method::GET, &headers, size) else { return };
     let mut spans: Vec<_> = spans.iter().map(|span| (span.first, span.end)).collect();
     spans.sort_unstable();
     assert!(spans.iter().all(|(first, end)| first < end && *end <= size), "{spans:?} of {size}");
@@ -61,14 +64,15 @@ pub(super) fn read_conditions(bytes: &[u8]) {
     let headers = read_lines(bytes);
     let etag = HeaderValue::from_static("\"a\"");
     let validators = Validators { etag: &etag, modified: Some(10) };
-    let is_sent = conditional::evaluate(&headers, validators) == Outcome::Send;
+    let is_sent = conditional::evaluate(&headers, validators) == PreconditionResult::Send;
     assert!(conditional::range_applies(&headers, validators) || headers.contains_key(header::IF_RANGE));
     let has_condition =
         [header::IF_MATCH, header::IF_NONE_MATCH, header::IF_MODIFIED_SINCE, header::IF_UNMODIFIED_SINCE]
             .iter()
             .any(|name| headers.contains_key(name));
     assert!(is_sent || has_condition, "nothing is held back without a condition");
-    let chosen = Accepted::read(&headers).best(Coding::ALL.into_iter()).map(Coding::token);
+    let chosen =
+        AcceptedCodings::read(&headers).best(ContentCoding::ALL.into_iter()).map(ContentCoding::token);
     assert!(chosen.is_none() || headers.contains_key(header::ACCEPT_ENCODING));
     if let Some(token) = chosen {
         let all = headers
@@ -96,7 +100,7 @@ pub(super) fn forwarded() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn read_forwarded(bytes: &[u8]) {
-    let head = Head {
+    let head = RequestHead {
         id: RequestId(1),
         method: Method::GET,
         path: "/".into(),
@@ -110,11 +114,11 @@ pub(super) fn read_forwarded(bytes: &[u8]) {
     };
     check_trace(&head.headers);
     let peer: IpAddr = head.conn.peer.ip();
-    let stranger = Forwarding::new(&Options::default());
+    let stranger = ForwardingRules::new(&EdgeConfig::default());
     assert_eq!(stranger.client(&head), peer, "a stranger is who he is");
     assert_eq!(stranger.view_client(&head).address, peer);
     let trusted_proxies = vec![peer.to_string(), "10.0.0.0/8".into()];
-    let proxy = Forwarding::new(&Options { trusted_proxies, ..Options::default() });
+    let proxy = ForwardingRules::new(&EdgeConfig { trusted_proxies, ..EdgeConfig::default() });
     assert_eq!(proxy.client(&head), proxy.view_client(&head).address);
     for forwarding in [stranger, proxy] {
         let (mut head, mut fields) = (head.clone(), Vec::new());
@@ -130,7 +134,7 @@ pub(super) fn read_forwarded(bytes: &[u8]) {
     }
 }
 
-/// What goes on to an application is one sound context, and continued as it is.
+/// Checks that an application gets exactly one valid context, continued unchanged.
 fn check_trace(headers: &HeaderMap) {
     let mut sent = HeaderMap::new();
     trace::each_field(headers, RequestId(1), |name, value| {
@@ -158,12 +162,12 @@ pub(super) fn tickets() -> Vec<Vec<u8>> {
         epoch: 3,
         nonce: Nonce(4),
     };
-    vec![Keys::new(5, &KEY).sign(&ticket).into_bytes(), b"short".to_vec(), vec![b'A'; 200]]
+    vec![TicketKeyring::new(5, &KEY).sign(&ticket).into_bytes(), b"short".to_vec(), vec![b'A'; 200]]
 }
 
-/// A text is a ticket only if it is the text that signing this ticket gives.
+/// Checks that a text is a ticket only if signing that ticket gives the same text.
 pub(super) fn read_ticket(bytes: &[u8]) {
-    let keys = Keys::new(5, &KEY);
+    let keys = TicketKeyring::new(5, &KEY);
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     if let Ok(ticket) = keys.verify(text) {
         assert_eq!(keys.sign(&ticket), text, "a ticket has one text");

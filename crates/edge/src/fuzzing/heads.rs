@@ -1,33 +1,33 @@
-//! Heads of requests and responses, and what stands in them: hosts and paths.
+//! Fuzzes heads of requests and responses, and the hosts and paths in them.
 //!
 //! Not here: single header fields (`fields`).
 
 use std::rc::Rc;
 
 use bytes::BytesMut;
-use http::header::{self, HeaderMap};
-use http::{Version, request};
+use http::header::HeaderMap;
+use http::{Version, header, request};
 use nagaya_base::RequestId;
 use nagaya_base::fuzz::copy_seeds;
 
-use super::{read_lines, split_step};
-use crate::authority;
-use crate::forward::Forwarding;
-use crate::http1::framing::Framing;
-use crate::http1::head::{self, HeadLimits, RequestHead};
-use crate::http1::response_head;
-use crate::message::{ConnInfo, Head};
-use crate::options::{Limits, Options};
-use crate::path::{self, SitePath};
-use crate::proxy_header;
-use crate::upstream::{self, Outgoing};
+use crate::backends::upstream;
+use crate::backends::upstream::UpstreamHead;
+use crate::fuzzing::inputs::{read_lines, split_step};
+use crate::http::h1::framing::BodyFraming;
+use crate::http::h1::head::{HeadLimits, ParsedHead};
+use crate::http::h1::{head, response_head};
+use crate::http::message::{ConnInfo, RequestHead};
+use crate::http::path::SitePath;
+use crate::http::proxy_headers::ForwardingRules;
+use crate::http::{host, path, proxy_protocol};
+use crate::options::{EdgeConfig, EdgeLimits};
 
 const LIMITS: HeadLimits = HeadLimits { bytes: 8 << 10, fields: 100 };
 
-/// What is written for a backend has more fields than what was read.
+/// Limits for a written head, which has more fields than the read one.
 const LIMITS_AGAIN: HeadLimits = HeadLimits { bytes: 64 << 10, fields: head::FIELDS_MAX };
 
-/// Fields that go to a backend as they came.
+/// Fields that a backend gets unchanged.
 const KEPT: [header::HeaderName; 4] =
     [header::COOKIE, header::ACCEPT, header::USER_AGENT, header::AUTHORIZATION];
 
@@ -49,14 +49,15 @@ pub(super) fn proxy_headers() -> Vec<Vec<u8>> {
     ])
 }
 
-/// A header ends where it says, whatever follows, and none of its beginnings is one.
+/// Checks that a header ends where it says, whatever follows, and that none of its beginnings is
+/// one.
 pub(super) fn read_proxy_header(bytes: &[u8]) {
-    let Ok(Some(header)) = proxy_header::parse(bytes) else { return };
-    assert!(header.len <= bytes.len() && header.len <= proxy_header::HEADER_LEN_MAX);
+    let Ok(Some(header)) = proxy_protocol::parse(bytes) else { return };
+    assert!(header.len <= bytes.len() && header.len <= proxy_protocol::HEADER_LEN_MAX);
     let whole = &bytes[..header.len];
-    assert_eq!(proxy_header::parse(whole).expect("it was one").expect("it was whole"), header);
+    assert_eq!(proxy_protocol::parse(whole).expect("it was one").expect("it was whole"), header);
     for end in 1..whole.len() {
-        assert!(matches!(proxy_header::parse(&whole[..end]), Ok(None)), "{end} of {} bytes", whole.len());
+        assert!(matches!(proxy_protocol::parse(&whole[..end]), Ok(None)), "{end} of {} bytes", whole.len());
     }
 }
 
@@ -84,7 +85,7 @@ pub(super) fn read_http1_request(bytes: &[u8]) {
     let Some((end, parsed)) = parse_request(wire, wire.len().max(1), LIMITS) else { return };
     let in_pieces = parse_request(wire, step, LIMITS);
     assert_eq!(in_pieces.map(|(end, _)| end), Some(end), "pieces mean the same as the whole");
-    let head = Head {
+    let head = RequestHead {
         id: RequestId(1),
         method: parsed.method,
         path: parsed.path,
@@ -99,8 +100,9 @@ pub(super) fn read_http1_request(bytes: &[u8]) {
     check_forwarded(head, parsed.framing);
 }
 
-/// The head in these bytes, which come in pieces, and its length. `None`: it is refused, or not whole.
-fn parse_request(wire: &[u8], step: usize, limits: HeadLimits) -> Option<(usize, RequestHead)> {
+/// Returns the head in these bytes, which come in pieces, and its length. `None` if it is
+/// refused, or incomplete.
+fn parse_request(wire: &[u8], step: usize, limits: HeadLimits) -> Option<(usize, ParsedHead)> {
     let (mut buffer, mut scanned) = (BytesMut::new(), 0);
     for piece in wire.chunks(step) {
         buffer.extend_from_slice(piece);
@@ -111,22 +113,23 @@ fn parse_request(wire: &[u8], step: usize, limits: HeadLimits) -> Option<(usize,
     None
 }
 
-/// Writes the head for a backend. It reads the same request there, and from nobody but us who has asked.
-fn check_forwarded(mut head: Head, framing: Framing) {
-    let forwarding = Forwarding::new(&Options::default());
+/// Writes the head for a backend, and checks the result. It must be read as the same request, and
+/// only our fields may identify the client.
+fn check_forwarded(mut head: RequestHead, framing: BodyFraming) {
+    let forwarding = ForwardingRules::new(&EdgeConfig::default());
     forwarding.strip_claims(&mut head);
     let mut fields = Vec::new();
     if forwarding.request(&head, None, &mut fields).is_err() {
         return;
     }
     let mut wire = BytesMut::new();
-    upstream::encode(&Outgoing { head: &head, fields: &fields, trailers: &[] }, framing, &mut wire);
+    upstream::encode(&UpstreamHead { head: &head, fields: &fields, trailers: &[] }, framing, &mut wire);
     let (end, again) = parse_request(&wire, wire.len(), LIMITS_AGAIN)
         .unwrap_or_else(|| panic!("a backend refuses {}", wire.escape_ascii()));
     let wire_text = wire.escape_ascii();
     assert_eq!(end, wire.len(), "nothing comes behind the head: {}", wire.escape_ascii());
     assert_eq!((&again.method, &again.path, &again.query), (&head.method, &head.path, &head.query));
-    let plain = |framing| if framing == Framing::Length(0) { Framing::None } else { framing };
+    let plain = |framing| if framing == BodyFraming::Length(0) { BodyFraming::None } else { framing };
     assert_eq!(plain(again.framing), plain(framing));
     if !head.host.is_empty() {
         assert_eq!((&again.authority.host, again.authority.port), (&head.host, head.port));
@@ -163,8 +166,11 @@ pub(super) fn read_http1_response(wire: &[u8]) {
         let mut buffer = BytesMut::from(wire);
         let Ok(Some(end)) = response_head::find_end(&buffer, &mut 0, LIMITS.bytes) else { return };
         let Ok(head) = response_head::parse(&mut buffer, end, to_head) else { continue };
-        assert!(!to_head || head.framing == Framing::None, "an answer to HEAD has no body");
-        assert!(!(head.keep_alive && head.framing == Framing::ToEnd), "its end is that of the connection");
+        assert!(!to_head || head.framing == BodyFraming::None, "an answer to HEAD has no body");
+        assert!(
+            !(head.keep_alive && head.framing == BodyFraming::ToEnd),
+            "its end is that of the connection"
+        );
         for name in [header::CONNECTION, header::TRANSFER_ENCODING, header::CONTENT_LENGTH, header::UPGRADE] {
             assert!(!head.headers.contains_key(&name), "{name} is of one connection");
         }
@@ -183,7 +189,8 @@ pub(super) fn http2_heads() -> Vec<Vec<u8>> {
     ])
 }
 
-/// The first line has the method and the address, the others are fields. What HTTP/2 itself refuses does not get here.
+/// Reads method and target from the first line, fields from the others. Input that HTTP/2 itself
+/// refuses does not get here.
 pub(super) fn read_http2_head(bytes: &[u8]) {
     let (first, rest) = bytes.split_at(bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len()));
     let Some(at) = first.iter().position(|byte| *byte == b' ') else { return };
@@ -194,12 +201,13 @@ pub(super) fn read_http2_head(bytes: &[u8]) {
     for name in ["connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"] {
         parts.headers.remove(name);
     }
-    let Ok(head) = crate::http2::head::read(parts, connection(), &Limits::default(), RequestId(1)) else {
+    let Ok(head) = crate::http::h2::head::read(parts, connection(), &EdgeLimits::default(), RequestId(1))
+    else {
         return;
     };
     assert!(head.upgrade.is_none());
     assert!(all(&head.headers, header::COOKIE).count() <= 1);
-    check_forwarded(head, Framing::None);
+    check_forwarded(head, BodyFraming::None);
 }
 
 // === In them ===
@@ -220,7 +228,7 @@ pub(super) fn authorities() -> Vec<Vec<u8>> {
 
 pub(super) fn read_authority(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
-    let Ok(found) = authority::parse(text) else { return };
+    let Ok(found) = host::parse(text) else { return };
     assert!(!found.host.is_empty() && !found.host.bytes().any(|byte| byte.is_ascii_uppercase()));
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:[]".contains(&byte);
     assert!(found.host.bytes().all(is_plain), "{}", found.host);
@@ -228,7 +236,7 @@ pub(super) fn read_authority(bytes: &[u8]) {
         Some(port) => format!("{}:{port}", found.host),
         None => found.host.to_string(),
     };
-    assert_eq!(authority::parse(&written), Ok(found));
+    assert_eq!(host::parse(&written), Ok(found));
 }
 
 pub(super) fn site_paths() -> Vec<Vec<u8>> {

@@ -1,4 +1,5 @@
-//! What another node of the cluster sends: fields beside a request or an answer, and datagrams.
+//! Fuzzes input of other nodes of the cluster: fields beside a request or a response, and
+//! datagrams.
 //!
 //! Not here: images, which keepers seal (`nagaya_keeper::fuzzing`).
 
@@ -9,11 +10,13 @@ use nagaya_base::RequestId;
 use nagaya_base::fuzz::copy_seeds;
 use ring::hmac;
 
-use super::{heads, read_lines};
-use crate::message::Head;
-use crate::peers::fields;
-use crate::peers::probe::datagram::{Datagram, Kind};
-use crate::peers::probe::vouch::{self, Said};
+use crate::cluster::peers::probe::datagram::{DatagramKind, ProbeDatagram};
+use crate::cluster::peers::probe::vouch;
+use crate::cluster::peers::probe::vouch::VouchMessage;
+use crate::fuzzing::heads;
+use crate::fuzzing::inputs::read_lines;
+use crate::http::message::RequestHead;
+use crate::http::peer_fields;
 
 pub(super) fn peer_fields() -> Vec<Vec<u8>> {
     copy_seeds(&[
@@ -30,35 +33,35 @@ pub(super) fn read_peer_fields(bytes: &[u8]) {
     let now = Instant::now();
     let headers = read_lines(bytes);
     let mut answer = headers.clone();
-    if let Some(denied) = fields::denied(&answer) {
-        fields::deny(&mut answer, denied);
-        assert_eq!(fields::denied(&answer), Some(denied));
+    if let Some(denied) = peer_fields::denied(&answer) {
+        peer_fields::deny(&mut answer, denied);
+        assert_eq!(peer_fields::denied(&answer), Some(denied));
     }
-    fields::take_served(&mut answer);
-    fields::switched(&answer);
-    fields::strip(&mut answer);
+    peer_fields::take_served(&mut answer);
+    peer_fields::switched(&answer);
+    peer_fields::strip(&mut answer);
     assert!(answer.keys().all(|name| !name.as_str().starts_with("nagaya-peer-")));
 
     let mut head = arrived(headers);
-    if fields::read(&mut head, now).is_err() {
+    if peer_fields::read(&mut head, now).is_err() {
         return;
     }
     assert!(head.headers.keys().all(|name| !name.as_str().starts_with("nagaya-peer-")));
-    // What it was told is told on, and is understood as the same.
+    // The received data is passed on, and must be read as the same.
     let carried = head.conn.carried.clone().expect("read with the request");
     let mut told = HeaderMap::new();
-    fields::write(&mut told, &head, &carried, now);
+    peer_fields::write(&mut told, &head, &carried, now);
     let mut again = arrived(told);
-    assert_eq!(fields::read(&mut again, now), Ok(()));
+    assert_eq!(peer_fields::read(&mut again, now), Ok(()));
     assert_eq!((again.id, again.version, &again.upgrade), (head.id, head.version, &head.upgrade));
-    let ends = |head: &Head| [head.conn.peer, head.conn.local].map(|end| (end.ip(), end.port()));
+    let ends = |head: &RequestHead| [head.conn.peer, head.conn.local].map(|end| (end.ip(), end.port()));
     assert_eq!(ends(&again), ends(&head));
     assert_eq!(again.conn.scheme(), head.conn.scheme());
     assert_eq!(again.conn.carried, head.conn.carried);
 }
 
-fn arrived(headers: HeaderMap) -> Head {
-    Head {
+fn arrived(headers: HeaderMap) -> RequestHead {
+    RequestHead {
         id: RequestId(9),
         method: Method::GET,
         path: "/".into(),
@@ -83,25 +86,26 @@ fn key() -> hmac::Key {
 
 pub(super) fn datagrams() -> Vec<Vec<u8>> {
     let id = "0".repeat(32);
-    let probe = |kind| Datagram { kind, nonce: [1; 16], node: "a.b".into(), id: id.clone() };
-    let probes = [Kind::Question, Kind::Answer].map(|kind| probe(kind).write(&key()).unwrap_or_default());
+    let probe = |kind| ProbeDatagram { kind, nonce: [1; 16], node: "a.b".into(), id: id.clone() };
+    let probes = [DatagramKind::Question, DatagramKind::Answer]
+        .map(|kind| probe(kind).write(&key()).unwrap_or_default());
     // A vouch: version, kind, nonce, two numbers, two ids.
     let vouch = |kind: u8| [&[1, kind][..], &[7; 16], &[1; 16], id.as_bytes(), id.as_bytes()].concat();
     let unsealed = probes.map(|bytes| bytes[..bytes.len() - SEAL_LEN].to_vec());
     unsealed.into_iter().chain([vouch(3), vouch(4), b"\x01\x01\x00".to_vec(), vec![1; 400]]).collect()
 }
 
-/// As it came, and with the seal of a member that does not keep to the protocol.
+/// Reads it unchanged, and with the seal of a member that breaks the protocol.
 pub(super) fn read_datagram(bytes: &[u8]) {
     let key = key();
     let sealed = [bytes, hmac::sign(&key, bytes).as_ref()].concat();
     for bytes in [bytes, &sealed] {
-        let (probe, said) = (Datagram::read(bytes, &key), Said::read(bytes, &key));
+        let (probe, said) = (ProbeDatagram::read(bytes, &key), VouchMessage::read(bytes, &key));
         assert!(probe.is_none() || said.is_none(), "a datagram means one thing");
         assert!(said.is_none() || vouch::is_one(bytes));
         if let Some(probe) = probe {
             let written = probe.write(&key).expect("what a node has sent can be sent");
-            assert_eq!(Datagram::read(&written, &key), Some(probe));
+            assert_eq!(ProbeDatagram::read(&written, &key), Some(probe));
         }
         if let Some(said) = said {
             assert_eq!(said.write(&key).as_deref(), Some(bytes), "a vouch has one form");

@@ -4,17 +4,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::HeaderMap;
-use nagaya_cmdb::cell::Usage;
+use nagaya_records::cell::RequestUsage;
 
 use super::*;
-use crate::access_log::More;
-use crate::access_log::tests::record;
-use crate::admission::Notice;
-use crate::refusal::{Later, Refusal};
+use crate::http::refusal::{DeferralContent, Refusal, RetryHint};
+use crate::record::access_log::tests::record;
+use crate::record::access_record::{AccessDetails, ProgramUsage, Relocation};
+
+#[test]
+fn metrics_are_hidden_from_debug_output() {
+    assert_eq!(format!("{:?}", EdgeMetrics::new()), "Metrics");
+}
 
 #[test]
 fn a_request_is_counted_under_its_own_labels() {
-    let metrics = Metrics::new();
+    let metrics = EdgeMetrics::new();
     let mut seen = record("/x", None);
     seen.method = Some(Method::PATCH);
     seen.version = Version::HTTP_2;
@@ -37,17 +41,19 @@ fn a_request_is_counted_under_its_own_labels() {
 }
 
 #[test]
-fn what_programs_used_is_summed_up_by_kind_of_backend() {
-    let metrics = Metrics::new();
+fn usage_of_programs_is_summed_up_by_kind_of_backend() {
+    let metrics = EdgeMetrics::new();
     let site = r#"{"name":"w","tenant":"d","hosts":["w"],"backend":{"kind":"cgi","root":"w"}}"#;
-    let usage = Usage { cpu_us: 1_500_000, read_bytes: 3, write_bytes: 4, throttled_us: 250_000, demoted: 2 };
-    let more = More { used: Used::Known(usage), paced_us: 2_000, ..More::default() };
+    let usage =
+        RequestUsage { cpu_us: 1_500_000, read_bytes: 3, write_bytes: 4, throttled_us: 250_000, demoted: 2 };
+    let more =
+        AccessDetails { used: ProgramUsage::Known(usage), paced_us: 2_000, ..AccessDetails::default() };
     let mut seen = record("/x", None);
     seen.site = Some(std::sync::Arc::new(serde_json::from_str(site).unwrap()));
     seen.queued = Duration::from_millis(20);
     seen.more = Some(Box::new(more.clone()));
     metrics.request(&seen);
-    seen.more = Some(Box::new(More { used: Used::Unknown, ..more }));
+    seen.more = Some(Box::new(AccessDetails { used: ProgramUsage::Unknown, ..more }));
     metrics.request(&seen);
     let text = metrics.encode();
     for line in [
@@ -78,8 +84,8 @@ fn each_label_value_stands_where_its_position_says() {
         let at = status_position(StatusCode::from_u16(status).unwrap());
         assert_eq!(STATUS_CLASSES.values[at], class);
     }
-    let metrics = Metrics::new();
-    metrics.handshake(Handshake::BrokenCertificate);
+    let metrics = EdgeMetrics::new();
+    metrics.handshake(HandshakeResult::BrokenCertificate);
     metrics.certificate(CertificateLookup::Absent);
     metrics.upstream_connection(UpstreamConnection::Reused);
     metrics.file_cache(0, 1);
@@ -95,7 +101,7 @@ fn each_label_value_stands_where_its_position_says() {
 }
 
 fn turned(is_early: bool) -> Refusal {
-    let notice = Box::new(Notice { headers: HeaderMap::new(), body: Bytes::new() });
+    let notice = Box::new(DeferralContent { headers: HeaderMap::new(), body: Bytes::new() });
     Refusal::TurnedAway { notice, is_early }
 }
 
@@ -123,6 +129,7 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::TicketInvalid("x".into()),
         Refusal::TicketUsed,
         Refusal::SpoolFull("x"),
+        Refusal::LinkRefused(String::new()),
         Refusal::FilesHang,
         Refusal::TooManyConnections { retry_after_seconds: 1 },
         Refusal::TooManyRequests { retry_after_seconds: 1 },
@@ -137,11 +144,11 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::Ruled(StatusCode::FORBIDDEN),
         Refusal::ClientGone,
         Refusal::Fenced,
-        Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461), later: Later::default() },
-        Refusal::Unplaced { why: crate::cluster::Unanswered::Late, later: Later::default() },
+        Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461), later: RetryHint::default() },
+        Refusal::Unplaced { why: crate::http::refusal::PlacementError::Late, later: RetryHint::default() },
         Refusal::MovedTooOften,
-        Refusal::MayBeDone { node: nagaya_cmdb::NodeName::new("b").unwrap(), reason: "" },
-        Refusal::AnswerLost { node: nagaya_cmdb::NodeName::new("b").unwrap(), why: String::new() },
+        Refusal::MayBeDone { node: nagaya_records::NodeName::new("b").unwrap(), reason: "" },
+        Refusal::AnswerLost { node: nagaya_records::NodeName::new("b").unwrap(), why: String::new() },
         Refusal::NotPlacedHere { epoch: 1, tries: 0 },
         Refusal::AnswerBroken(String::new()),
         Refusal::OtherSite,
@@ -156,12 +163,12 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
 
 #[test]
 fn relocations_are_counted_under_their_own_words() {
-    assert_eq!(WHYS.values, Why::ALL.map(Why::as_str));
-    let metrics = Metrics::new();
-    metrics.relocated(&Relocated {
-        why: Why::Silent,
+    assert_eq!(WHYS.values, PlacementReason::ALL.map(PlacementReason::as_str));
+    let metrics = EdgeMetrics::new();
+    metrics.relocated(&Relocation {
+        why: PlacementReason::Silent,
         from: None,
-        to: nagaya_cmdb::NodeName::new("c").unwrap(),
+        to: nagaya_records::NodeName::new("c").unwrap(),
         epoch: 2,
         detect: Duration::from_millis(100),
         decide: Duration::from_micros(50),
@@ -183,11 +190,11 @@ fn relocations_are_counted_under_their_own_words() {
 #[test]
 fn tiers_and_stages_of_wakes_have_their_words() {
     assert_eq!(TIERS.values, Tier::ALL.map(Tier::as_str));
-    assert_eq!(STAGES.values[..FIRST_BYTE], Stage::ALL.map(Stage::as_str));
-    let metrics = Metrics::new();
-    metrics.wake(&Wake {
+    assert_eq!(STAGES.values[..FIRST_BYTE], WakeStage::ALL.map(WakeStage::as_str));
+    let metrics = EdgeMetrics::new();
+    metrics.wake(&WakeReport {
         from: Tier::Image,
-        stages: vec![(Stage::Restore, 38_000), (Stage::Connect, 40)],
+        stages: vec![(WakeStage::Restore, 38_000), (WakeStage::Connect, 40)],
         predicted_us: None,
     });
     let text = metrics.encode();

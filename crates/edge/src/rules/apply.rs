@@ -1,27 +1,28 @@
-//! Carries out what a verdict says about the request and its response, as far as that is safe.
+//! Carries out the changes of a verdict to the request and its response, if that is safe.
 //!
-//! A rule cannot change how a message is framed, nor lead a request out of its site's document root: such wishes are left
-//! out, and what was left out is told. Not here: asking the rules and keeping their verdict (`rules`), running in
-//! cells (`exchange`, `keeper`).
+//! A rule cannot change how a message is framed, nor lead a request out of its site's document
+//! root. Such changes are left out, and the log names them. Not here: asking the rules and
+//! keeping their verdict (`rules`), running in cells (`exchange`, `keeper`).
 
 use std::fmt::Write as _;
 
 use http::header::{CONTENT_TYPE, LOCATION};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use nagaya_keeper::variables::VariableOwner;
-use nagaya_rules::{Answer, HeaderAction, HeaderEdit, Rewrites};
+use nagaya_keeper_api::variables::VariableOwner;
+use nagaya_rules::{HeaderAction, HeaderEdit, RequestRewrites, RuleResponse};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
-use crate::message::{Head, Response, ResponseBody};
-use crate::path::{SitePath, canonicalize, matches_prefix};
-use crate::programs::{Variable, document_root};
-use crate::refusal::Refusal;
-use crate::route::Route;
+use crate::backends::programs::environment::document_root;
+use crate::backends::programs::script::ScriptVariable;
+use crate::http::message::{RequestHead, Response, ResponseBody};
+use crate::http::path::{SitePath, canonicalize, matches_prefix};
+use crate::http::refusal::Refusal;
+use crate::http::route::SiteRoute;
 
-/// What an answer that a rule wrote is, unless the rule says so.
+/// Type of a response written by a rule, unless the rule sets one.
 const ANSWER_TYPE: &str = "text/plain; charset=utf-8";
 
-/// What must be escaped in a path that rules give decoded.
+/// Characters that must be escaped in a decoded path from rules.
 const PATH_ESCAPED: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -34,10 +35,11 @@ const PATH_ESCAPED: &AsciiSet = &CONTROLS
     .add(b'{')
     .add(b'}');
 
-/// What must be escaped in a query, which may hold escapes already.
+/// Characters that must be escaped in a query, which may contain escapes already.
 const QUERY_ESCAPED: &AsciiSet = &CONTROLS.add(b' ').add(b'"').add(b'#').add(b'<').add(b'>');
 
-/// Fields that say where a message begins and ends or belong to one connection, and `Host`, by which the site was found.
+/// Fields that frame a message or belong to one connection, and `Host`, by which the site was
+/// found.
 const OF_REQUEST_ALONE: &[&str] = &[
     "host",
     "content-length",
@@ -65,7 +67,7 @@ const OF_RESPONSE_ALONE: &[&str] = &[
     "server",
 ];
 
-/// What of a verdict is not carried out, for the log.
+/// Parts of a verdict that are not carried out, for the log.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct LeftOut(pub Vec<String>);
 
@@ -110,8 +112,8 @@ fn edit(edits: &[HeaderEdit], headers: &mut HeaderMap, fixed: &[&str], of: &str,
     }
 }
 
-/// The variables that a program may be given by rules.
-pub fn variables(wanted: &[Variable], left_out: &mut LeftOut) -> Vec<Variable> {
+/// Returns the variables that rules may give to a program.
+pub fn variables(wanted: &[ScriptVariable], left_out: &mut LeftOut) -> Vec<ScriptVariable> {
     let mut variables = Vec::with_capacity(wanted.len());
     for (name, value) in wanted {
         let why = match VariableOwner::of(name) {
@@ -131,8 +133,14 @@ pub fn variables(wanted: &[Variable], left_out: &mut LeftOut) -> Vec<Variable> {
     variables
 }
 
-/// Makes the request one for what the rules say it is for. The part that concerns the response stays in `rewrites`.
-pub fn rewrite(rewrites: &mut Rewrites, head: &mut Head, route: &Route, left_out: &mut LeftOut) {
+/// Changes the request's target as the rules set it. The part for the response stays in
+/// `rewrites`.
+pub fn rewrite(
+    rewrites: &mut RequestRewrites,
+    head: &mut RequestHead,
+    route: &SiteRoute,
+    left_out: &mut LeftOut,
+) {
     if let Some(path) = rewrites.path.take() {
         match encode_path(&path, &route.site.path) {
             Some(path) => head.path = path,
@@ -148,27 +156,28 @@ pub fn rewrite(rewrites: &mut Rewrites, head: &mut Head, route: &Route, left_out
     if let Some(to) = moved.filter(|_| file.is_none()) {
         match beneath(&to, route).zip(below_site(head, route)) {
             Some((directory, rel)) => set_path(head, route, &format!("{directory}/{rel}")),
-            None => left_out.add("a document root that is not beneath the site's"),
+            None => left_out.add("a document root that is not below the site's"),
         }
     }
     if let Some(file) = file {
         match beneath(&file, route) {
             Some(rel) => set_path(head, route, &rel),
-            None => left_out.add("a file that is not beneath the site's document root"),
+            None => left_out.add("a file that is not below the site's document root"),
         }
     }
 }
 
-/// A decoded path as clients send it, for the site at `mount`.
+/// Returns a decoded path in the form of clients, for the site at `mount`.
 fn encode_path(path: &str, mount: &str) -> Option<Box<str>> {
     let encoded = utf8_percent_encode(path, PATH_ESCAPED).to_string();
     let mut path = encoded.into();
     canonicalize(&mut path, mount).ok().map(|()| path)
 }
 
-/// What of an absolute `path` follows the site's document root, without slashes at its ends.
-fn beneath(path: &str, route: &Route) -> Option<String> {
-    let Route { site, tenant, .. } = route;
+/// Returns the part of an absolute `path` below the site's document root, without slashes at its
+/// ends.
+fn beneath(path: &str, route: &SiteRoute) -> Option<String> {
+    let SiteRoute { site, tenant, .. } = route;
     let root = document_root(site, tenant, site.backend.files()?).ok()?;
     let root = root.to_str()?;
     if !path.starts_with('/') || path.split('/').any(|segment| segment == "..") || !matches_prefix(path, root)
@@ -179,24 +188,24 @@ fn beneath(path: &str, route: &Route) -> Option<String> {
     Some(rest.trim_matches('/').to_owned())
 }
 
-/// The request's decoded path below the site's.
-fn below_site(head: &Head, route: &Route) -> Option<String> {
+/// Returns the request's decoded path below the site's.
+fn below_site(head: &RequestHead, route: &SiteRoute) -> Option<String> {
     let path = SitePath::parse(&head.path).ok()?;
     let rel = path.below(&route.site.path).ok()??;
     let slash = if rel.is_directory() && !rel.as_str().is_empty() { "/" } else { "" };
     Some(format!("{}{slash}", rel.as_str()))
 }
 
-fn set_path(head: &mut Head, route: &Route, rel: &str) {
+fn set_path(head: &mut RequestHead, route: &SiteRoute, rel: &str) {
     let mut path = route.site.path.trim_end_matches('/').to_owned();
     let _ = write!(path, "/{}", rel.trim_start_matches('/'));
     head.path = utf8_percent_encode(&path, PATH_ESCAPED).to_string().into();
 }
 
-/// The response a rule wrote itself. An error without a body is told in nagaya's own words, or with the site's own
-/// document for it.
-pub fn answer(answer: Answer) -> Result<Response, Refusal> {
-    let Answer { status, body, content_type, location } = answer;
+/// Returns the response that a rule wrote. An error without a body gets nagaya's own text, or the
+/// site's own document.
+pub fn answer(answer: RuleResponse) -> Result<Response, Refusal> {
+    let RuleResponse { status, body, content_type, location } = answer;
     let status = match status {
         0 => StatusCode::OK,
         status => StatusCode::from_u16(status).unwrap_or(StatusCode::OK),
@@ -217,9 +226,14 @@ pub fn answer(answer: Answer) -> Result<Response, Refusal> {
     Ok(response)
 }
 
-/// Changes the response as the rules want it.
-pub fn response(edits: &[HeaderEdit], rewrites: &Rewrites, response: &mut Response, left_out: &mut LeftOut) {
-    // An upgraded connection was agreed upon between the client and the application.
+/// Changes the response as the rules set it.
+pub fn response(
+    edits: &[HeaderEdit],
+    rewrites: &RequestRewrites,
+    response: &mut Response,
+    left_out: &mut LeftOut,
+) {
+    // Client and application have agreed upon an upgraded connection.
     if matches!(response.body, ResponseBody::Tunnel(_)) {
         return;
     }
@@ -240,7 +254,8 @@ pub fn response(edits: &[HeaderEdit], rewrites: &Rewrites, response: &mut Respon
     }
 }
 
-/// Whether a response stays well-formed with another status: some have no body, and a part of a file says so.
+/// Returns whether a response stays well-formed with another status. Some have no body, and a
+/// partial response depends on its status.
 fn may_replace(old: StatusCode, new: StatusCode) -> bool {
     let is_special = |status: StatusCode| {
         status.is_informational()

@@ -1,34 +1,38 @@
-//! What this process knows of the node's named cells, for rules that ask whether one is there and what it uses.
+//! Caches the node's named cells for this process. Rules ask whether one exists and about its
+//! usage.
 //!
-//! The keeper owns them. While rules ask, it is asked once a second; what verdicts of this process make or remove
-//! counts at once. So a rule's question costs a look into a table, and is at most a second behind what others do.
+//! The keeper owns them. While rules ask, it is asked once a second. Changes by verdicts of this
+//! process count at once. So a rule's question costs a table look-up, and is at most a second
+//! behind the changes of others.
 //!
-//! Not here: the cells (`keeper::cells`), what a rule can do to them (`nagaya_rules`).
+//! Not here: the cells (`keeper::cells`), the rules' operations on them (`nagaya_rules`).
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use foldhash::fast::RandomState;
-use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, CellChange, CellName, IoLimit, Limits, NamedCell, Scope};
+use nagaya_records::cell::{
+    CPU_SHARES_DEFAULT, CellChange, CellName, CellScope, IoLimit, LimitSet, NamedCell,
+};
 use parking_lot::RwLock;
 use serde::Deserialize;
 
-/// Most names remembered. Those beyond it count as not being there, so a rule makes them once more, which changes
-/// nothing.
+/// Maximum number of names. Further ones count as missing, so a rule makes them once more, which
+/// changes nothing.
 const NAMES_MAX: usize = 16_384;
 
 /// One named cell of the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Known {
-    pub limits: Limits,
-    pub use_: Use,
+pub struct KnownCell {
+    pub limits: LimitSet,
+    pub use_: CellUsage,
 }
 
-/// What runs in a cell uses, as the keeper tells it. A cell that was just made uses nothing yet.
+/// Usage of a cell, as the keeper reports it. A new cell has used nothing yet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
-pub struct Use {
+pub struct CellUsage {
     pub cpu_us: u64,
     pub read_bytes: u64,
     pub write_bytes: u64,
@@ -37,13 +41,13 @@ pub struct Use {
     pub memory_bytes: u64,
 }
 
-/// What a cell without a quota, and one without a limit of memory, has in cgroup v1.
+/// Value in cgroup v1 of a cell without a quota, and of one without a memory limit.
 const NO_QUOTA: &str = "-1";
 const CFS_PERIOD_US: u32 = 100_000;
 const NO_MEMORY_LIMIT: u64 = 0x7fff_ffff_ffff_f000;
 
-impl Known {
-    /// What a file of cgroup v1 with this name would hold; `None` for those that are not known here.
+impl KnownCell {
+    /// Returns the content of a cgroup v1 file with this name. `None` if it is not known here.
     pub fn value(&self, key: &str) -> Option<String> {
         let Self { limits, use_ } = self;
         let bps = |of: fn(&IoLimit) -> Option<u64>| {
@@ -71,63 +75,65 @@ impl Known {
     }
 }
 
-/// Shared by all threads.
+/// The cache, shared by all threads.
 #[derive(Debug, Default)]
 pub struct NamedCells {
-    /// Some rule asked since the keeper was.
+    /// Some rule has asked since the last question to the keeper.
     asked: AtomicBool,
-    table: RwLock<Table>,
-    /// Counts what may have changed the table. Read without its lock.
+    table: RwLock<CellTable>,
+    /// Counts possible changes of the table. Read without its lock.
     moment: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    cells: HashMap<CellName, Entry, RandomState>,
-    /// Counts what verdicts changed.
+struct CellTable {
+    cells: HashMap<CellName, CellEntry, RandomState>,
+    /// Counts changes by verdicts.
     changes: u64,
 }
 
 #[derive(Debug)]
-struct Entry {
-    /// None: a verdict removed it.
-    cell: Option<Arc<Known>>,
-    /// Number of the change that made or removed it; 0 if the keeper told of it.
+struct CellEntry {
+    /// `None` if a verdict removed it.
+    cell: Option<Arc<KnownCell>>,
+    /// Number of the change that made or removed it. 0 if the keeper reported it.
     change: u64,
 }
 
 impl NamedCells {
-    /// The cell with this name, if it is there.
-    pub fn get(&self, name: &CellName) -> Option<Arc<Known>> {
+    /// Returns the cell with this name, if it exists.
+    pub fn get(&self, name: &CellName) -> Option<Arc<KnownCell>> {
         self.note_asked();
         self.table.read().cells.get(name)?.cell.clone()
     }
 
-    /// Some rule counts on what is known here.
+    /// Records that some rule relies on this cache.
     pub fn note_asked(&self) {
-        // Only read, unless it has to change: the line stays shared between threads.
+        // Written only to change it, so that the cache line stays shared between threads.
         if !self.asked.load(Ordering::Relaxed) {
             self.asked.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether a rule asked since the last call.
+    /// Returns whether a rule asked since the last call.
     pub fn take_asked(&self) -> bool {
         self.asked.swap(false, Ordering::Relaxed)
     }
 
-    /// A verdict attached a request to these: those that were to be made are there now.
+    /// Records that a verdict attached a request to these. So those that were to be made exist
+    /// now.
     pub fn attached(&self, named: &[NamedCell]) {
         for NamedCell { name, scope, limits, .. } in named {
-            if let (Scope::Node, Some(limits)) = (scope, limits) {
+            if let (CellScope::Node, Some(limits)) = (scope, limits) {
                 self.set(name, limits);
             }
         }
     }
 
-    /// Takes in what a verdict changes, and leaves what the keeper has to be told: not what is so already.
+    /// Applies the changes of a verdict. Leaves in `changes` only those that the keeper does not
+    /// have already.
     pub fn change(&self, changes: &mut Vec<CellChange>) {
-        // Whether it still is so has to be asked now and then.
+        // Asks for a periodic check that this is still true.
         self.note_asked();
         changes.retain(|change| match change {
             CellChange::Set { name, limits, .. } => self.set(name, limits),
@@ -135,19 +141,20 @@ impl NamedCells {
         });
     }
 
-    /// False if it is as it was, which it nearly always is: a rule says the same for each request.
-    fn set(&self, name: &CellName, limits: &Limits) -> bool {
+    /// Returns false if nothing changes, which is nearly always so: a rule sets the same for each
+    /// request.
+    fn set(&self, name: &CellName, limits: &LimitSet) -> bool {
         let before = self.table.read().cells.get(name).and_then(|entry| entry.cell.clone());
         let merged = before.as_ref().map_or_else(|| limits.clone(), |cell| cell.limits.overlaid(limits));
         if before.as_ref().is_some_and(|cell| cell.limits == merged) {
             return false;
         }
-        let use_ = before.map_or_else(Use::default, |cell| cell.use_);
-        self.put(name, Some(Arc::new(Known { limits: merged, use_ })));
+        let use_ = before.map_or_else(CellUsage::default, |cell| cell.use_);
+        self.put(name, Some(Arc::new(KnownCell { limits: merged, use_ })));
         true
     }
 
-    /// False if a verdict dropped it before and nobody made it since.
+    /// Returns false if a verdict dropped it before and nobody made it since.
     fn drop(&self, name: &CellName) -> bool {
         if self.table.read().cells.get(name).is_some_and(|entry| entry.cell.is_none()) {
             return false;
@@ -156,32 +163,32 @@ impl NamedCells {
         true
     }
 
-    fn put(&self, name: &CellName, cell: Option<Arc<Known>>) {
+    fn put(&self, name: &CellName, cell: Option<Arc<KnownCell>>) {
         let mut table = self.table.write();
         table.changes += 1;
         self.moment.fetch_add(1, Ordering::Release);
-        let entry = Entry { cell, change: table.changes };
+        let entry = CellEntry { cell, change: table.changes };
         if table.cells.len() < NAMES_MAX || table.cells.contains_key(name) {
             table.cells.insert(name.clone(), entry);
         }
     }
 
-    /// To be remembered before the keeper is asked.
+    /// Returns the number of changes. Read it before the keeper is asked.
     pub fn changes(&self) -> u64 {
         self.table.read().changes
     }
 
-    /// A number that is another one after each change of the table; never 0.
+    /// Returns a number that is different after each change of the table, and never 0.
     pub fn moment(&self) -> u64 {
         self.moment.load(Ordering::Acquire) + 1
     }
 
-    /// Takes the keeper's answer in. What verdicts changed since `changes` is newer and stays.
+    /// Takes over the keeper's answer. Changes by verdicts after `changes` are newer and stay.
     ///
     /// # Errors
-    /// If the text is not what a keeper of this version says.
+    /// Fails if the text is not that of a keeper of this version.
     pub fn learn(&self, json: &str, changes: u64) -> serde_json::Result<()> {
-        let Listing { cells } = serde_json::from_str(json)?;
+        let CellListing { cells } = serde_json::from_str(json)?;
         let mut table = self.table.write();
         self.moment.fetch_add(1, Ordering::Release);
         table.cells.retain(|_, entry| entry.change > changes);
@@ -190,31 +197,31 @@ impl NamedCells {
             if table.cells.len() >= NAMES_MAX {
                 break;
             }
-            let known = Known { limits: cell.limits, use_: cell.use_ };
-            table.cells.entry(name).or_insert_with(|| Entry { cell: Some(Arc::new(known)), change: 0 });
+            let known = KnownCell { limits: cell.limits, use_: cell.use_ };
+            table.cells.entry(name).or_insert_with(|| CellEntry { cell: Some(Arc::new(known)), change: 0 });
         }
         Ok(())
     }
 }
 
-/// The part of the keeper's tree of cells that is of use here.
+/// The used part of the keeper's tree of cells.
 #[derive(Deserialize)]
-struct Listing {
-    cells: Vec<Listed>,
+struct CellListing {
+    cells: Vec<ListedCell>,
 }
 
 #[derive(Deserialize)]
-struct Listed {
+struct ListedCell {
     path: String,
     kind: String,
     #[serde(default)]
-    limits: Limits,
+    limits: LimitSet,
     #[serde(default, rename = "usage")]
-    use_: Use,
+    use_: CellUsage,
 }
 
-impl Listed {
-    /// The name, if it is a named cell of the node.
+impl ListedCell {
+    /// Returns the name, if it is a named cell of the node.
     fn name(&self) -> Option<CellName> {
         if self.kind != "named" {
             return None;
@@ -225,7 +232,7 @@ impl Listed {
 
 #[cfg(test)]
 mod tests {
-    use nagaya_cmdb::cell::Controller;
+    use nagaya_records::cell::CgroupController;
 
     use super::*;
 
@@ -234,8 +241,8 @@ mod tests {
     }
 
     fn set(text: &str, shares: u32) -> CellChange {
-        let limits = Limits { cpu_shares: Some(shares), ..Limits::default() };
-        CellChange::Set { name: name(text), controllers: vec![Controller::Cpu], limits }
+        let limits = LimitSet { cpu_shares: Some(shares), ..LimitSet::default() };
+        CellChange::Set { name: name(text), controllers: vec![CgroupController::Cpu], limits }
     }
 
     /// What of these the keeper is told.
@@ -246,7 +253,7 @@ mod tests {
     }
 
     fn drop(text: &str) -> CellChange {
-        CellChange::Drop { name: name(text), controllers: vec![Controller::Cpu] }
+        CellChange::Drop { name: name(text), controllers: vec![CgroupController::Cpu] }
     }
 
     const LISTING: &str = r#"{"controllers":{"cpu":"v1"},"missing":[],"left_out":0,"cells":[
@@ -269,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_verdict_changes_counts_at_once_and_until_the_keeper_was_asked_later() {
+    fn change_by_a_verdict_holds_until_a_later_keeper_listing() {
         let cells = NamedCells::default();
         let before = cells.changes();
         assert_eq!(told(&cells, &[set("new", 10), drop("httpd")]), 2);
@@ -295,9 +302,12 @@ mod tests {
     #[test]
     fn values_have_the_names_and_forms_of_cgroup_v1() {
         let io = IoLimit { read_bps: Some(30), write_iops: Some(7), ..IoLimit::of("8:0".parse().unwrap()) };
-        let limits = Limits { cpu_shares: Some(25), io: vec![io], processes: Some(9), ..Limits::default() };
-        let known =
-            Known { limits, use_: Use { cpu_us: 3, throttled_us: 4, processes: 2, ..Use::default() } };
+        let limits =
+            LimitSet { cpu_shares: Some(25), io: vec![io], processes: Some(9), ..LimitSet::default() };
+        let known = KnownCell {
+            limits,
+            use_: CellUsage { cpu_us: 3, throttled_us: 4, processes: 2, ..CellUsage::default() },
+        };
         for (key, value) in [
             ("cpu.shares", Some("25")),
             ("cpu.cfs_quota_us", Some("-1")),
@@ -314,14 +324,14 @@ mod tests {
         ] {
             assert_eq!(known.value(key).as_deref(), value, "{key}");
         }
-        assert_eq!(Known::default().value("cpu.shares").as_deref(), Some("1024"));
+        assert_eq!(KnownCell::default().value("cpu.shares").as_deref(), Some("1024"));
     }
 
     #[test]
     fn names_are_bounded() {
         let cells = NamedCells::default();
         for n in 0..NAMES_MAX + 10 {
-            cells.set(&name(&format!("n{n}")), &Limits::default());
+            cells.set(&name(&format!("n{n}")), &LimitSet::default());
         }
         assert_eq!(cells.table.read().cells.len(), NAMES_MAX);
         assert!(cells.get(&name(&format!("n{NAMES_MAX}"))).is_none());

@@ -1,7 +1,8 @@
-//! What rules can read of a request and of the node, found out only when a rule asks.
+//! Provides facts about a request and the node to rules, computed only when a rule asks.
 //!
-//! Nothing here waits: everything is in memory, at most a second old where it is another process's or the kernel's. Not
-//! here: what rules call to get it (`nagaya_rules::api`), what they decide (`nagaya_rules::Verdict`).
+//! Nothing here waits. Everything is in memory, at most a second old if it comes from another
+//! process or the kernel. Not here: the methods for rules (`nagaya_rules::api`), their decisions
+//! (`nagaya_rules::Verdict`).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,32 +12,33 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::header::{CONTENT_TYPE, HOST};
 use http::{HeaderMap, HeaderValue, Version};
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
-use nagaya_cmdb::record::{self, Backend, SettingValue};
-use nagaya_keeper::client::Keeper;
-use nagaya_rules::{Facts, Number, Scalar, Text};
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
+use nagaya_records::record;
+use nagaya_records::record::{Backend, SettingValue};
+use nagaya_rules::{FactSource, NumberFact, ScalarValue, TextFact};
 
-use crate::access_log::{AccessRecord, Used};
-use crate::files::Programs;
-use crate::forward::Forwarding;
-use crate::message::Head;
-use crate::path::SitePath;
-use crate::programs::document_root;
-use crate::route::Route;
-use crate::shared::Shared;
+use crate::admission::site_lane::SiteLane;
+use crate::backends::files::script::ProgramKind;
+use crate::backends::programs::environment::document_root;
+use crate::http::message::RequestHead;
+use crate::http::path::SitePath;
+use crate::http::proxy_headers::ForwardingRules;
+use crate::record::access_record::{AccessRecord, ProgramUsage};
+use crate::rules::shared_rules::SharedRules;
 
 /// One request as rules see it.
 pub struct RequestFacts<'a> {
-    pub shared: &'a Shared,
-    pub keeper: &'a Rc<Keeper>,
+    pub shared: &'a SharedRules,
+    pub keeper: &'a Rc<KeeperClient>,
     /// Name of this node.
     pub node: &'a str,
-    pub head: &'a Head,
-    /// Who the client is behind trusted proxies.
-    pub forwarding: &'a Forwarding,
-    /// Length of the request's body, where it was announced.
+    pub head: &'a RequestHead,
+    /// Identifies the client behind trusted proxies.
+    pub forwarding: &'a ForwardingRules,
+    /// Length of the request's body, if it was announced.
     pub body_len: Option<u64>,
-    pub route: &'a Route,
+    pub route: &'a SiteLane,
     pub record: &'a AccessRecord,
     /// Fields of the response, once it has ended.
     pub response: Option<&'a HeaderMap>,
@@ -63,17 +65,18 @@ impl RequestFacts<'_> {
     }
 
     fn document_root(&self) -> Option<String> {
-        let Route { site, tenant, .. } = self.route;
+        let (site, tenant) = (&self.route.site, &self.route.tenant);
         let root = document_root(site, tenant, site.backend.files()?).ok()?;
         Some(root.to_string_lossy().into_owned())
     }
 
-    /// The file the path means, beneath the document root, and what follows a program's name in it. By the names alone:
-    /// whether there is such a file is found out when it is served.
+    /// Returns the file of the path, relative to the document root, and the path info behind a
+    /// program's name. It uses the names alone: whether the file exists is found out when it is
+    /// served.
     fn file(&self) -> Option<(String, String)> {
         let site = &self.route.site;
         let files = site.backend.files()?;
-        let programs = Programs::of(&site.backend);
+        let programs = ProgramKind::of(&site.backend);
         let path = SitePath::parse(&self.head.path).ok()?;
         let rel = path.below(&site.path).ok()??.as_str();
         let mut end = 0;
@@ -92,7 +95,7 @@ impl RequestFacts<'_> {
         Some((name, path_info.to_owned()))
     }
 
-    /// What the site's record sets for its programs.
+    /// Returns the variables of the site's record for its programs.
     fn variables(&self) -> Option<&BTreeMap<String, String>> {
         match &self.route.site.backend {
             Backend::Cgi(files) | Backend::Php(files) => Some(&files.env),
@@ -110,57 +113,57 @@ impl RequestFacts<'_> {
     }
 }
 
-impl Facts for RequestFacts<'_> {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+impl FactSource for RequestFacts<'_> {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>> {
         let head = self.head;
         let known = |text| Some(Cow::Borrowed(text));
         match text {
-            Text::Hostname => self.host(),
-            Text::Method => known(head.method.as_str()),
-            Text::Path => SitePath::parse(&head.path).ok().map(SitePath::into_text),
-            Text::RawTarget => Some(self.raw_target()),
-            Text::Query => head.query.as_deref().map(Cow::Borrowed),
-            Text::Protocol => known(protocol(head.version)),
-            Text::Scheme => known(self.forwarding.view_client(head).scheme),
-            Text::Authority => self.authority(),
-            Text::DocumentRoot => self.document_root().map(Cow::Owned),
-            Text::Filename => self.file().map(|(file, _)| file.into()),
-            Text::PathInfo => {
+            TextFact::Hostname => self.host(),
+            TextFact::Method => known(head.method.as_str()),
+            TextFact::Path => SitePath::parse(&head.path).ok().map(SitePath::into_text),
+            TextFact::RawTarget => Some(self.raw_target()),
+            TextFact::Query => head.query.as_deref().map(Cow::Borrowed),
+            TextFact::Protocol => known(protocol(head.version)),
+            TextFact::Scheme => known(self.forwarding.view_client(head).scheme),
+            TextFact::Authority => self.authority(),
+            TextFact::DocumentRoot => self.document_root().map(Cow::Owned),
+            TextFact::Filename => self.file().map(|(file, _)| file.into()),
+            TextFact::PathInfo => {
                 self.file().map(|(_, rest)| rest.into()).filter(|rest: &Cow<str>| !rest.is_empty())
             }
-            // Nobody logs in at nagaya itself, and what a client claims is not what it is.
-            Text::User => None,
-            Text::ClientIp => Some(self.record.client.to_string().into()),
-            Text::LocalIp => Some(head.conn.local.ip().to_canonical().to_string().into()),
-            Text::Site => known(self.route.site.name.as_str()),
-            Text::Tenant => known(self.route.tenant.name.as_str()),
-            Text::RequestId => Some(head.id.to_string().into()),
-            Text::Node => known(self.node),
-            Text::ContentType => self.response?.get(CONTENT_TYPE).map(text_of),
-            Text::StatusLine => self.status_line(),
+            // Nobody logs in at nagaya itself, and a client's claim is not reliable.
+            TextFact::User => None,
+            TextFact::ClientIp => Some(self.record.client.to_string().into()),
+            TextFact::LocalIp => Some(head.conn.local.ip().to_canonical().to_string().into()),
+            TextFact::Site => known(self.route.site.name.as_str()),
+            TextFact::Tenant => known(self.route.tenant.name.as_str()),
+            TextFact::RequestId => Some(head.id.to_string().into()),
+            TextFact::Node => known(self.node),
+            TextFact::ContentType => self.response?.get(CONTENT_TYPE).map(text_of),
+            TextFact::StatusLine => self.status_line(),
         }
     }
 
-    fn number(&self, number: Number) -> Option<i64> {
+    fn number(&self, number: NumberFact) -> Option<i64> {
         let ended = self.response.is_some();
         match number {
-            Number::ClientPort => self.forwarding.view_client(self.head).port.map(i64::from),
-            Number::LocalPort => Some(self.head.conn.local.port().into()),
-            Number::ContentLength => self.body_len.and_then(|len| i64::try_from(len).ok()),
-            Number::Status => ended.then(|| self.record.status.as_u16().into()),
-            Number::BytesOut => ended.then(|| i64::try_from(self.record.bytes_out).unwrap_or(i64::MAX)),
-            Number::Keepalives => None,
-            Number::Waiting => Some(self.shared.metrics.waiting.get()),
-            Number::Running => {
+            NumberFact::ClientPort => self.forwarding.view_client(self.head).port.map(i64::from),
+            NumberFact::LocalPort => Some(self.head.conn.local.port().into()),
+            NumberFact::ContentLength => self.body_len.and_then(|len| i64::try_from(len).ok()),
+            NumberFact::Status => ended.then(|| self.record.status.as_u16().into()),
+            NumberFact::BytesOut => ended.then(|| i64::try_from(self.record.bytes_out).unwrap_or(i64::MAX)),
+            NumberFact::Keepalives => None,
+            NumberFact::Waiting => Some(self.shared.metrics.waiting.get()),
+            NumberFact::Running => {
                 i64::try_from(self.shared.load.running(|| u64::from(self.shared.lanes.running()))).ok()
             }
-            Number::SiteRunning => Some(self.route.lane.crowded().running.into()),
-            Number::SiteWaiting => Some(self.route.lane.crowded().waiting.into()),
-            Number::SiteFree => Some(self.route.lane.crowded().free.into()),
-            Number::SiteWaitMs => {
+            NumberFact::SiteRunning => Some(self.route.lane.crowded().running.into()),
+            NumberFact::SiteWaiting => Some(self.route.lane.crowded().waiting.into()),
+            NumberFact::SiteFree => Some(self.route.lane.crowded().free.into()),
+            NumberFact::SiteWaitMs => {
                 self.route.lane.crowded().wait.and_then(|wait| i64::try_from(wait.as_millis()).ok())
             }
-            Number::ArrivedUs => {
+            NumberFact::ArrivedUs => {
                 let arrived = SystemTime::now() - self.record.begun.elapsed();
                 let since = arrived.duration_since(UNIX_EPOCH).unwrap_or_default();
                 i64::try_from(since.as_micros()).ok()
@@ -192,10 +195,10 @@ impl Facts for RequestFacts<'_> {
         }
     }
 
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
-        let Some(setting) = self.shared.with_table(|table| table.setting(key)) else { return false };
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool {
+        let Some(setting) = self.shared.table.read(|table| table.setting(key)) else { return false };
         match &setting.value {
-            SettingValue::Text(text) => each(None, Scalar::Text(text)),
+            SettingValue::Text(text) => each(None, ScalarValue::Text(text)),
             SettingValue::Fields(fields) => {
                 for (name, value) in fields {
                     each(Some(name), scalar(value));
@@ -205,8 +208,9 @@ impl Facts for RequestFacts<'_> {
         true
     }
 
-    /// The keeper has the directories of all controllers of a named cell in step, so one is there under all or none.
-    fn cell_exists(&self, _: Controller, name: &CellName) -> bool {
+    /// The keeper keeps the directories of all controllers of a named cell in step. So it exists
+    /// under all or none.
+    fn cell_exists(&self, _: CgroupController, name: &CellName) -> bool {
         self.shared.named.get(name).is_some()
     }
 
@@ -215,14 +219,14 @@ impl Facts for RequestFacts<'_> {
         self.shared.named.moment()
     }
 
-    fn cell_value(&self, _: Controller, name: &CellName, key: &str) -> Option<String> {
+    fn cell_value(&self, _: CgroupController, name: &CellName, key: &str) -> Option<String> {
         self.shared.named.get(name)?.value(key)
     }
 
-    fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<RequestUsage> {
         match self.record.used() {
-            Used::Known(usage) => Some(usage),
-            Used::Nothing | Used::Unknown => None,
+            ProgramUsage::Known(usage) => Some(usage),
+            ProgramUsage::Nothing | ProgramUsage::Unknown => None,
         }
     }
 
@@ -263,7 +267,7 @@ fn protocol(version: Version) -> &'static str {
     }
 }
 
-/// A value of a field may hold any bytes above 127; Ruby gets text.
+/// Returns a field's value as text for Ruby. It may contain any bytes above 127.
 fn text_of(value: &HeaderValue) -> Cow<'_, str> {
     String::from_utf8_lossy(value.as_bytes())
 }
@@ -274,13 +278,13 @@ fn each_of(headers: &HeaderMap, each: &mut dyn FnMut(&str, &str)) {
     }
 }
 
-fn scalar(value: &record::Scalar) -> Scalar<'_> {
+fn scalar(value: &record::SettingScalar) -> ScalarValue<'_> {
     match value {
-        record::Scalar::Boolean(value) => Scalar::Bool(*value),
-        record::Scalar::Text(text) => Scalar::Text(text),
-        record::Scalar::Number(number) => match number.as_i64() {
-            Some(number) => Scalar::Int(number),
-            None => Scalar::Float(number.as_f64().unwrap_or(f64::MAX)),
+        record::SettingScalar::Boolean(value) => ScalarValue::Bool(*value),
+        record::SettingScalar::Text(text) => ScalarValue::Text(text),
+        record::SettingScalar::Number(number) => match number.as_i64() {
+            Some(number) => ScalarValue::Int(number),
+            None => ScalarValue::Float(number.as_f64().unwrap_or(f64::MAX)),
         },
     }
 }

@@ -1,45 +1,47 @@
-//! How busy the machine is, for rules: found out again only when what is known is too old, by one thread for all.
+//! Provides the load of the machine to rules. One thread refreshes the values for all, only when
+//! they are too old.
 //!
-//! Not here: who compares it with what (the operator's rules).
+//! Not here: the comparisons (the operator's rules).
 
 use std::time::Duration;
 
-use crate::recent::Recent;
+use crate::ttl_value::TtlValue;
 
-/// The kernel itself computes its averages anew every 5 seconds (include/linux/sched/loadavg.h).
+/// Maximum age of the averages. The kernel itself computes them every 5 seconds
+/// (include/linux/sched/loadavg.h).
 const AVERAGES_AGE_MAX: Duration = Duration::from_secs(1);
 
-/// Counting goes through all gates, so it is not done for each request.
+/// Maximum age of the count. It visits all lanes, so it is not done for each request.
 const RUNNING_AGE_MAX: Duration = Duration::from_millis(10);
 
 /// Fixed point of `sysinfo(2)`.
 const ONE: f64 = 65_536.0;
 
 /// Over 1, 5 and 15 minutes, as in `/proc/loadavg`.
-pub type Averages = [f64; 3];
+pub type LoadAverages = [f64; 3];
 
 #[derive(Debug)]
-pub struct Load {
-    averages: Recent<Averages>,
-    running: Recent<u64>,
+pub struct LoadReadings {
+    averages: TtlValue<LoadAverages>,
+    running: TtlValue<u64>,
 }
 
-impl Load {
+impl LoadReadings {
     pub fn new() -> Self {
-        Self { averages: Recent::new(AVERAGES_AGE_MAX), running: Recent::new(RUNNING_AGE_MAX) }
+        Self { averages: TtlValue::new(AVERAGES_AGE_MAX), running: TtlValue::new(RUNNING_AGE_MAX) }
     }
 
-    pub fn averages(&self) -> Averages {
+    pub fn averages(&self) -> LoadAverages {
         self.averages.get(|| rustix::system::sysinfo().loads.map(|load| load as f64 / ONE))
     }
 
-    /// Requests that run now, as `count` finds them.
+    /// Returns the number of running requests, as `count` finds them.
     pub fn running(&self, count: impl FnOnce() -> u64) -> u64 {
         self.running.get(count)
     }
 }
 
-impl Default for Load {
+impl Default for LoadReadings {
     fn default() -> Self {
         Self::new()
     }
@@ -51,7 +53,7 @@ mod tests {
 
     #[test]
     fn averages_are_what_the_kernel_says() {
-        let averages = Load::new().averages();
+        let averages = LoadReadings::new().averages();
         let text = std::fs::read_to_string("/proc/loadavg").unwrap();
         let said: Vec<f64> = text.split(' ').take(3).map(|word| word.parse().unwrap()).collect();
         // The kernel may have computed it anew in between; over 15 minutes that moves it by little.

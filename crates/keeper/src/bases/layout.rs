@@ -1,8 +1,9 @@
-//! An OCI image layout on disk: `index.json` says which image a name means, `blobs/sha256` has what it is made of
-//! (image-spec v1.1, image-layout.md).
+//! An OCI image layout on disk: `index.json` maps names to images, `blobs/sha256` has their
+//! contents (image-spec v1.1, image-layout.md).
 //!
-//! All of it is a tenant's: opened with its rights (`tenant_path`), bounded, and believed only if its digest is right. Not here: what
-//! layers do (`layer`), which of them its tenant has shown already (`super`).
+//! All of it is a tenant's. It is opened with its rights (`tenant_path`), limited in size, and
+//! trusted only if its digest is right. Not here: unpacking layers (`layer`), which of them its
+//! tenant has shown already (`super`).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,53 +11,55 @@ use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+use data_encoding::HEXLOWER;
 use ring::digest::{SHA256, digest};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::layer::{Compression, Layer, Tree};
-use super::{BaseError, Bounds};
-use crate::sys::Access;
-use crate::tenant_path::PathOwner;
+use crate::paths::tenant_path::PathOwner;
+use crate::sys::AccessRight;
 
-/// Longest JSON document, bytes: the limit of registries for manifests.
+use super::layer::{Compression, OciLayer, UnpackDir};
+use super::{BaseError, BaseLimits};
+
+/// Maximum length of a JSON document, bytes: the limit of registries for manifests.
 const JSON_LEN_MAX: u64 = 4 << 20;
 
-/// Indexes in each other.
+/// Maximum depth of nested indexes.
 const NESTED_MAX: usize = 3;
 
-/// As many as a container engine can stack.
+/// The maximum that a container engine can stack.
 const LAYERS_MAX: usize = 128;
 
-/// Names that are shown where none fits.
+/// Number of names that are shown where none fits.
 const SHOWN_MAX: usize = 8;
 
-/// Names an image in an index.
+/// Annotation with the name of an image in an index.
 const NAME: &str = "org.opencontainers.image.ref.name";
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Index {
-    pub manifests: Vec<Descriptor>,
+pub(crate) struct OciIndex {
+    pub manifests: Vec<OciDescriptor>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Manifest {
-    pub config: Descriptor,
-    pub layers: Vec<Descriptor>,
+pub(crate) struct OciManifest {
+    pub config: OciDescriptor,
+    pub layers: Vec<OciDescriptor>,
 }
 
-/// What an image was built for; the rest of its configuration is not used.
+/// The platform that an image was built for. The rest of its configuration is not used.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Platform {
+pub(crate) struct OciPlatform {
     architecture: String,
     os: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Descriptor {
+pub(crate) struct OciDescriptor {
     #[serde(default)]
     media_type: String,
     digest: String,
@@ -74,8 +77,8 @@ struct PlatformName {
     os: String,
 }
 
-impl Descriptor {
-    /// With a digest that is safe as a file's name.
+impl OciDescriptor {
+    /// Checks that the digest is safe as a file's name.
     pub(crate) fn checked(mut self) -> Result<Self, BaseError> {
         let hex = self.digest.strip_prefix("sha256:").filter(|hex| {
             hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
@@ -102,22 +105,22 @@ impl Descriptor {
 }
 
 /// A layout that is open.
-pub struct Layout {
+pub struct OciLayout {
     dir: OwnedFd,
     owner: PathOwner,
 }
 
-/// What a base is made of.
-pub struct Content {
-    /// Of the manifest, hexadecimal.
+/// The contents of a base.
+pub struct BaseContent {
+    /// Digest of the manifest, hexadecimal.
     pub digest: String,
-    layers: Vec<(Descriptor, Compression)>,
+    layers: Vec<(OciDescriptor, Compression)>,
 }
 
-impl Layout {
+impl OciLayout {
     pub fn open(path: &Path, owner: &PathOwner) -> Result<Self, BaseError> {
         let absent = |error| BaseError::NoLayout { path: path.display().to_string(), error };
-        let dir = owner.open_directory(path, Access::Search).map_err(absent)?;
+        let dir = owner.open_directory(path, AccessRight::Search).map_err(absent)?;
         let layout = Self { dir, owner: owner.clone() };
         let mark = layout.open_file("oci-layout");
         mark.map_err(|error| absent(io::Error::new(error.kind(), format!("oci-layout: {error}"))))?;
@@ -128,27 +131,27 @@ impl Layout {
         self.owner.open_file_beneath(&self.dir, Path::new(name))
     }
 
-    /// What the tag means; without one the layout must have one image only.
-    pub fn content(&self, tag: Option<&str>) -> Result<Content, BaseError> {
+    /// Returns the content under this tag. Without a tag the layout must have one image only.
+    pub fn content(&self, tag: Option<&str>) -> Result<BaseContent, BaseError> {
         let what = "index.json";
         let file = self
             .open_file(what)
             .map_err(|error| BaseError::Malformed { what: what.into(), why: error.to_string() })?;
-        let index: Index = parse(what, &read(what, file)?)?;
+        let index: OciIndex = parse(what, &read(what, file)?)?;
         let mut found = self.choose(&index, tag)?;
         for _ in 0..NESTED_MAX {
             if !found.is_index() {
                 return self.content_of(&found);
             }
-            let inner: Index = parse("an index", &self.document("an index", &found)?)?;
+            let inner: OciIndex = parse("an index", &self.document("an index", &found)?)?;
             found = self.choose(&inner, None)?;
         }
         Err(BaseError::Malformed { what: what.into(), why: "indexes are nested too deep".into() })
     }
 
-    fn choose(&self, index: &Index, tag: Option<&str>) -> Result<Descriptor, BaseError> {
-        let fit = |one: &&Descriptor| one.fits_here() && tag.is_none_or(|tag| one.name() == Some(tag));
-        let mut fitting: Vec<&Descriptor> = index.manifests.iter().filter(fit).collect();
+    fn choose(&self, index: &OciIndex, tag: Option<&str>) -> Result<OciDescriptor, BaseError> {
+        let fit = |one: &&OciDescriptor| one.fits_here() && tag.is_none_or(|tag| one.name() == Some(tag));
+        let mut fitting: Vec<&OciDescriptor> = index.manifests.iter().filter(fit).collect();
         fitting.dedup_by(|a, b| a.digest == b.digest);
         match fitting[..] {
             [one] => one.clone().checked(),
@@ -166,9 +169,9 @@ impl Layout {
         }
     }
 
-    fn content_of(&self, manifest: &Descriptor) -> Result<Content, BaseError> {
-        let Manifest { config, layers } = parse("a manifest", &self.document("a manifest", manifest)?)?;
-        let built_for: Platform =
+    fn content_of(&self, manifest: &OciDescriptor) -> Result<BaseContent, BaseError> {
+        let OciManifest { config, layers } = parse("a manifest", &self.document("a manifest", manifest)?)?;
+        let built_for: OciPlatform =
             parse("a configuration", &self.document("a configuration", &config.checked()?)?)?;
         if !is_ours(&built_for.os, &built_for.architecture) {
             let found = format!("{}/{}", built_for.os.escape_debug(), built_for.architecture.escape_debug());
@@ -190,37 +193,39 @@ impl Layout {
             })?;
             Ok((layer, compression))
         });
-        Ok(Content { digest: manifest.sha256.clone(), layers: layers.collect::<Result<_, BaseError>>()? })
+        Ok(BaseContent { digest: manifest.sha256.clone(), layers: layers.collect::<Result<_, BaseError>>()? })
     }
 
-    fn blob(&self, what: &'static str, blob: &Descriptor) -> Result<File, BaseError> {
+    fn blob(&self, what: &'static str, blob: &OciDescriptor) -> Result<File, BaseError> {
         let opened = self.open_file(&format!("blobs/sha256/{}", blob.sha256));
         opened.map_err(|error| BaseError::NoBlob { what, digest: blob.sha256.clone(), error })
     }
 
-    /// A JSON document, which has its digest.
-    fn document(&self, what: &'static str, blob: &Descriptor) -> Result<Vec<u8>, BaseError> {
+    /// Reads a JSON document, which must have this digest.
+    fn document(&self, what: &'static str, blob: &OciDescriptor) -> Result<Vec<u8>, BaseError> {
         let bytes = read(what, self.blob(what, blob)?)?;
-        let is_it = bytes.len() as u64 == blob.size && hex(digest(&SHA256, &bytes).as_ref()) == blob.sha256;
+        let is_it = bytes.len() as u64 == blob.size
+            && HEXLOWER.encode(digest(&SHA256, &bytes).as_ref()) == blob.sha256;
         if is_it { Ok(bytes) } else { Err(BaseError::Altered { what, digest: blob.sha256.clone() }) }
     }
 }
 
-impl Content {
-    /// Puts all layers into an empty directory, the lowest first.
-    pub fn unpack(&self, layout: &Layout, tree: &Tree, bounds: Bounds) -> Result<(), BaseError> {
+impl BaseContent {
+    /// Unpacks all layers into an empty directory, the lowest first.
+    pub fn unpack(&self, layout: &OciLayout, tree: &UnpackDir, bounds: BaseLimits) -> Result<(), BaseError> {
         self.check_size(bounds)?;
         let mut left = bounds;
         self.layers(layout).try_for_each(|layer| layer?.unpack(tree, &mut left, bounds))
     }
 
-    /// Reads all layers and compares them with their digests: whoever has this content may have what was unpacked of it.
-    pub fn verify(&self, layout: &Layout, bounds: Bounds) -> Result<(), BaseError> {
+    /// Reads all layers and compares them with their digests. An owner of this content may use the
+    /// unpacked base.
+    pub fn verify(&self, layout: &OciLayout, bounds: BaseLimits) -> Result<(), BaseError> {
         self.check_size(bounds)?;
         self.layers(layout).try_for_each(|layer| layer?.verify())
     }
 
-    fn check_size(&self, bounds: Bounds) -> Result<(), BaseError> {
+    fn check_size(&self, bounds: BaseLimits) -> Result<(), BaseError> {
         let packed = self.layers.iter().fold(0_u64, |sum, (layer, _)| sum.saturating_add(layer.size));
         if packed > bounds.bytes_max {
             return Err(BaseError::TooLarge {
@@ -230,20 +235,12 @@ impl Content {
         Ok(())
     }
 
-    fn layers<'a>(&'a self, layout: &'a Layout) -> impl Iterator<Item = Result<Layer<'a>, BaseError>> {
+    fn layers<'a>(&'a self, layout: &'a OciLayout) -> impl Iterator<Item = Result<OciLayer<'a>, BaseError>> {
         self.layers.iter().map(move |(blob, compression)| {
             let file = layout.blob("a layer", blob)?;
-            Ok(Layer { file, sha256: &blob.sha256, len: blob.size, compression: *compression })
+            Ok(OciLayer { file, sha256: &blob.sha256, len: blob.size, compression: *compression })
         })
     }
-}
-
-pub fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    let mut text = String::with_capacity(bytes.len() * 2);
-    // Writing to a String does not fail.
-    bytes.iter().for_each(|byte| write!(text, "{byte:02x}").unwrap_or_default());
-    text
 }
 
 fn read(what: &str, file: File) -> Result<Vec<u8>, BaseError> {
@@ -269,7 +266,7 @@ fn is_ours(os: &str, architecture: &str) -> bool {
     os == "linux" && architecture == ours
 }
 
-fn shown(one: &Descriptor) -> String {
+fn shown(one: &OciDescriptor) -> String {
     let platform =
         one.platform.as_ref().map(|of| format!(" ({}/{})", of.os, of.architecture)).unwrap_or_default();
     let text = format!("{}{platform}", one.name().unwrap_or("one without a tag"));

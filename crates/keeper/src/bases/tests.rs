@@ -7,27 +7,27 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::*;
+use layers::{Layer as Tar, Writer, architecture, zstd};
 
 #[path = "../../tests/kernel/layers.rs"]
 mod layers;
-use layers::{Layer as Tar, Writer, architecture, zstd};
 
 struct World {
     dir: TempDir,
-    bases: Bases,
+    bases: BaseStore,
     writer: Writer,
 }
 
 impl World {
-    fn with(bounds: Bounds) -> Self {
+    fn with(bounds: BaseLimits) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let bases = Bases::new(dir.path().join("bases"), bounds);
+        let bases = BaseStore::new(dir.path().join("bases"), bounds);
         let writer = Writer::new(&dir.path().join("layout"));
         Self { dir, bases, writer }
     }
 
     fn new() -> Self {
-        Self::with(Bounds { bytes_max: 1 << 20, entries_max: 100 })
+        Self::with(BaseLimits { bytes_max: 1 << 20, entries_max: 100 })
     }
 
     /// One image of these layers.
@@ -38,14 +38,14 @@ impl World {
         world
     }
 
-    fn find(&self, layout: &str, tag: Option<&str>) -> Result<Sought, BaseError> {
+    fn find(&self, layout: &str, tag: Option<&str>) -> Result<BaseLookup, BaseError> {
         self.bases.find(&self.dir.path().join(layout), tag, &PathOwner::new(None, None))
     }
 
-    fn get(&self, tag: Option<&str>) -> Result<Arc<Unpacked>, BaseError> {
+    fn get(&self, tag: Option<&str>) -> Result<Arc<UnpackedBase>, BaseError> {
         match self.find("layout", tag)? {
-            Sought::There(there) => Ok(there),
-            Sought::Missing(missing) => self.bases.unpack(&missing),
+            BaseLookup::There(there) => Ok(there),
+            BaseLookup::Missing(missing) => self.bases.unpack(&missing),
         }
     }
 
@@ -98,7 +98,7 @@ fn layers_are_put_over_each_other_and_are_for_all_to_read() {
 }
 
 #[test]
-fn what_a_layer_hides_is_of_those_beneath_wherever_it_says_so() {
+fn layer_hides_only_files_of_the_layers_beneath() {
     let world = World::of([
         Tar::new().file("a/old", "").file("a/keep", "").file("b/old", "").dir("b/sub/").file("c", ""),
         Tar::new()
@@ -153,7 +153,7 @@ fn nothing_is_written_outside_the_tree() {
 }
 
 #[test]
-fn what_was_altered_or_is_missing_is_refused() {
+fn altered_or_missing_blob_is_refused() {
     let layer = || Tar::new().file("etc/one", "1");
     for alter in [0, 20] {
         let mut world = World::new();
@@ -232,7 +232,7 @@ fn noise(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_too_large_is_refused_before_it_fills_the_disk() {
+fn oversized_base_is_refused_before_it_fills_the_disk() {
     let world = World::of([Tar::new().file("zeros", vec![0; 2 << 20])]);
     assert!(fs::metadata(world.dir.path().join("layout/index.json")).unwrap().len() < 1 << 20);
     world.refused("more than 1048576 bytes");
@@ -309,8 +309,8 @@ fn a_base_is_had_only_by_who_has_its_layers() {
     let owners =
         [Path::new("/home/alice"), Path::new("/home/bob")].map(|home| PathOwner::new(Some(home), None));
     let get = |owner: &PathOwner| match world.bases.find(&world.dir.path().join("layout"), None, owner)? {
-        Sought::There(there) => Ok((there, "at once")),
-        Sought::Missing(missing) => world.bases.unpack(&missing).map(|there| (there, "shown")),
+        BaseLookup::There(there) => Ok((there, "at once")),
+        BaseLookup::Missing(missing) => world.bases.unpack(&missing).map(|there| (there, "shown")),
     };
     let (first, how) = get(&owners[0]).unwrap();
     assert_eq!(how, "shown");

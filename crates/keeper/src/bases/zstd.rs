@@ -1,34 +1,36 @@
-//! What is compressed with zstd, as one stream: frame after frame, whatever is between them (RFC 8878, section 3).
+//! Decodes zstd data as one stream: frame after frame, whatever is between them (RFC 8878, section
+//! 3).
 //!
-//! Not here: a frame itself (`ruzstd`), what is in it (`layer`).
+//! Not here: a frame itself (`ruzstd`), the contents (`layer`).
 
 use std::io::{self, Read};
 
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// Bytes back that a frame may refer to, which are held: what `zstd` itself takes without being told to take more.
+/// Maximum distance back that a frame may refer to, which is held in memory, bytes. It is `zstd`'s
+/// own default limit.
 const WINDOW_LEN_MAX: u64 = 128 << 20;
 
-/// Bytes that are decoded before any are handed on, or a block more.
+/// Number of bytes that are decoded before any are returned, or a block more.
 const STEP_LEN: usize = 256 << 10;
 
-/// Decodes what it reads.
-pub struct Zstd<R> {
+/// Decodes a reader.
+pub struct ZstdReader<R> {
     from: R,
     decoder: FrameDecoder,
     /// In a frame that is not at its end.
     in_frame: bool,
 }
 
-impl<R: Read> Zstd<R> {
+impl<R: Read> ZstdReader<R> {
     pub fn new(from: R) -> Self {
         let mut decoder = FrameDecoder::new();
         decoder.set_max_window_size(WINDOW_LEN_MAX);
         Self { from, decoder, in_frame: false }
     }
 
-    /// Begins the next frame. False: there is none.
+    /// Begins the next frame. Returns false if there is none.
     fn begin(&mut self) -> io::Result<bool> {
         loop {
             let mut first = [0];
@@ -37,7 +39,7 @@ impl<R: Read> Zstd<R> {
             }
             match self.decoder.init(first.chain(&mut self.from)) {
                 Ok(()) => return Ok(true),
-                // It is of those who made the file, such as a table of contents.
+                // Data of the file's maker, such as a table of contents.
                 Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
                     length,
                     ..
@@ -51,7 +53,7 @@ impl<R: Read> Zstd<R> {
         }
     }
 
-    /// Ends a frame, of which all is handed on.
+    /// Ends a frame, all of which has been returned.
     fn end(&mut self) -> io::Result<()> {
         self.in_frame = false;
         match (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum()) {
@@ -61,7 +63,7 @@ impl<R: Read> Zstd<R> {
     }
 }
 
-impl<R: Read> Read for Zstd<R> {
+impl<R: Read> Read for ZstdReader<R> {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         while !to.is_empty() {
             if self.in_frame && self.decoder.can_collect() > 0 {

@@ -1,6 +1,6 @@
-//! A branch: the directories above the leaves of one place, and the leaves that are free there.
+//! A branch: the directories above the leaves of one cell path, and the free leaves there.
 //!
-//! Not here: which places there are (`place`), the leaves in use (`leaf`).
+//! Not here: which places there are (`cell_path`), the leaves in use (`leaf`).
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -9,48 +9,51 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use super::Shared;
-use super::controllers::Controllers;
-use super::dir::Dir;
-use super::leaf::{Body, Leaf};
-use super::place::Place;
+use crate::cells::cell_path::CellPath;
 
-/// Free leaves kept for one place. As many requests at once get a cell there without making a directory.
+use super::controllers::ControllerSet;
+use super::dir::CgroupDir;
+use super::leaf::Leaf;
+use super::leaf_dirs::LeafDirs;
+use super::tree::CellTree;
+
+/// Maximum number of free leaves for one cell path. As many requests at once get a cell there
+/// without making a directory.
 const FREE_PER_BRANCH_MAX: usize = 64;
 
 /// Where a process goes in one hierarchy.
 #[derive(Debug, Clone)]
-pub enum Join {
-    /// Into a leaf beneath this.
-    Leaf(Arc<Dir>),
+pub enum JoinTarget {
+    /// Into a leaf below this.
+    Leaf(Arc<CgroupDir>),
     /// Into a directory it shares with other requests.
-    Dir(Arc<Dir>),
+    Dir(Arc<CgroupDir>),
     /// Nowhere.
     Out,
 }
 
 #[derive(Debug)]
-pub struct Branch {
-    pub place: Place,
+pub struct CellBranch {
+    pub place: CellPath,
     path: String,
-    state: Mutex<State>,
+    state: Mutex<BranchState>,
 }
 
 #[derive(Debug)]
-struct State {
-    free: Vec<Body>,
-    /// False: a named cell of it was dropped, so what comes back is removed.
+struct BranchState {
+    free: Vec<LeafDirs>,
+    /// False if a named cell of it was dropped: returned leaves are removed.
     is_kept: bool,
     live: HashMap<u64, Weak<Leaf>>,
     used: Instant,
-    /// Where requests go that limit these controllers, as long as no limit above has changed.
-    joins: Vec<(u64, Controllers, Arc<[Join]>)>,
+    /// Directories for requests that limit these controllers, while no limit above has changed.
+    joins: Vec<(u64, ControllerSet, Arc<[JoinTarget]>)>,
 }
 
-impl Branch {
-    pub fn new(place: Place) -> Self {
+impl CellBranch {
+    pub fn new(place: CellPath) -> Self {
         let path = place.path();
-        let state = State {
+        let state = BranchState {
             free: Vec::new(),
             is_kept: true,
             live: HashMap::new(),
@@ -64,8 +67,8 @@ impl Branch {
         &self.path
     }
 
-    /// A free leaf.
-    pub fn take(&self, shared: &Shared) -> Option<Body> {
+    /// Takes a free leaf.
+    pub fn take(&self, shared: &CellTree) -> Option<LeafDirs> {
         let mut state = self.state.lock();
         (state.used, state.is_kept) = (Instant::now(), true);
         let body = state.free.pop();
@@ -75,7 +78,7 @@ impl Branch {
         body
     }
 
-    pub fn give_back(&self, mut body: Body, shared: &Shared) {
+    pub fn give_back(&self, mut body: LeafDirs, shared: &CellTree) {
         let mut state = self.state.lock();
         state.live.remove(&body.number);
         state.used = Instant::now();
@@ -87,8 +90,9 @@ impl Branch {
         }
     }
 
-    /// Removes the free leaves; those in use are removed when they come back, unless one is taken before.
-    pub fn discard(&self, shared: &Shared) {
+    /// Removes the free leaves. Those in use are removed when they come back, unless one is taken
+    /// before.
+    pub fn discard(&self, shared: &CellTree) {
         let mut state = self.state.lock();
         state.is_kept = false;
         shared.free.fetch_sub(state.free.len(), Ordering::Relaxed);
@@ -103,19 +107,19 @@ impl Branch {
         self.state.lock().live.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// Since when nothing runs in it. None: something does.
+    /// Returns since when nothing runs in it. `None` if something does.
     pub fn idle_since(self: &Arc<Self>) -> Option<Instant> {
         let state = self.state.lock();
         (state.live.is_empty() && Arc::strong_count(self) == 1).then_some(state.used)
     }
 
-    pub fn joins(&self, generation: u64, leaf: Controllers) -> Option<Arc<[Join]>> {
+    pub fn joins(&self, generation: u64, leaf: ControllerSet) -> Option<Arc<[JoinTarget]>> {
         let state = self.state.lock();
         let found = state.joins.iter().find(|(of, limits, _)| (*of, *limits) == (generation, leaf));
         found.map(|(.., joins)| Arc::clone(joins))
     }
 
-    pub fn keep_joins(&self, generation: u64, leaf: Controllers, joins: &Arc<[Join]>) {
+    pub fn keep_joins(&self, generation: u64, leaf: ControllerSet, joins: &Arc<[JoinTarget]>) {
         let mut state = self.state.lock();
         state.joins.retain(|(of, ..)| *of == generation);
         state.joins.push((generation, leaf, Arc::clone(joins)));

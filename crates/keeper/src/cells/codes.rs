@@ -1,4 +1,4 @@
-//! The codes of what goes wrong with cells, NGY0340 to NGY0369.
+//! The codes of problems with cells, NGY0340 to NGY0369.
 //!
 //! Not here: the other codes of the keeper (`fault`), their pages (`docs/errors`).
 
@@ -16,15 +16,15 @@ pub const NO_DEVICE: Code = Code(343);
 pub const NO_DISK: Code = Code(344);
 /// There are too many named cells.
 pub const NAMED_MAX: Code = Code(345);
-/// A named cell has several directories on v2, each with its limits.
+/// A named cell has several directories on v2, each with its own limits.
 pub const SEVERAL: Code = Code(346);
-/// On v1 limits of a disk hold at one level only.
+/// On v1, limits of a disk apply at one level only.
 pub const FLAT: Code = Code(347);
-/// A cgroup of somebody else's is in the way.
+/// A cgroup of another owner is in the way.
 pub const SHARED: Code = Code(348);
 /// A process cannot be moved to a cell.
 pub const MOVE: Code = Code(349);
 /// Somebody removed a cell's directory.
 pub const REMOVED: Code = Code(350);
-/// The kernel does not tell which process of an application serves a connection.
+/// The kernel does not report which process of an application serves a connection.
 pub const NO_DIAG: Code = Code(351);

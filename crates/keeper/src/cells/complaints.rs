@@ -1,7 +1,7 @@
-//! What could not be done for cells: said once for each thing in the log, counted always.
+//! Warnings about cells: logged once for each cause, always counted.
 //!
-//! A limit that cannot be set never fails the request it was for, and is never dropped in silence either. Not here:
-//! what stops a request (`CellError`).
+//! A limit that cannot be set never fails the request it was for, and is never dropped in silence
+//! either. Not here: what stops a request (`CellError`).
 
 use std::collections::BTreeMap;
 
@@ -9,23 +9,24 @@ use nagaya_base::Code;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-/// Different complaints kept. A tenant's records cannot fill the keeper's memory with them; those beyond are only
-/// counted.
+/// Maximum number of different warnings kept. A tenant's records cannot fill the keeper's memory
+/// with them. Further ones are only counted.
 const KINDS_MAX: usize = 1000;
 
 #[derive(Debug, Default)]
-pub struct Complaints {
-    known: Mutex<Known>,
+pub struct CellWarnings {
+    known: Mutex<WarningCounts>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
+struct WarningCounts {
     counts: BTreeMap<(u16, Box<str>), u64>,
     total: u64,
 }
 
-impl Complaints {
-    /// `about` tells this complaint from others of its code; `say` makes its text, the first time.
+impl CellWarnings {
+    /// Adds a warning. `about` separates it from others of its code. `say` makes its text, the
+    /// first time.
     pub fn add(&self, code: Code, about: &str, say: impl FnOnce() -> String) {
         let mut known = self.known.lock();
         known.total += 1;
@@ -42,7 +43,7 @@ impl Complaints {
         tracing::warn!("{code}: {what}");
     }
 
-    /// How often anything could not be done.
+    /// Returns the number of all warnings.
     pub fn total(&self) -> u64 {
         self.known.lock().total
     }
@@ -62,7 +63,7 @@ mod tests {
 
     #[test]
     fn each_thing_is_said_once_and_counted_always() {
-        let complaints = Complaints::default();
+        let complaints = CellWarnings::default();
         let mut said = 0;
         for about in ["8:0", "8:0", "8:1", "8:0"] {
             complaints.add(Code(343), about, || {
@@ -79,7 +80,7 @@ mod tests {
 
     #[test]
     fn there_is_an_end_to_what_is_kept() {
-        let complaints = Complaints::default();
+        let complaints = CellWarnings::default();
         let mut said = 0;
         for number in 0..2 * KINDS_MAX {
             complaints.add(Code(343), &number.to_string(), || {

@@ -1,4 +1,4 @@
-//! Disks: which one a file is on, which one a limit means, and whether there is such a one.
+//! Disks: the disk of a file, the disk that a limit means, and whether it exists.
 //!
 //! The kernel limits whole disks, by number. Not here: how limits are written (`lines`).
 
@@ -6,29 +6,30 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::cell::{DEVICES_PER_CELL_MAX, Device, IoLimit, Limits};
+use nagaya_records::cell::{DEVICES_PER_CELL_MAX, Device, IoLimit, LimitSet};
 use parking_lot::Mutex;
 
 use super::codes;
-use super::complaints::Complaints;
+use super::complaints::CellWarnings;
 
-/// Device numbers whose disks are remembered. A machine has far fewer; then all are looked at again.
+/// Maximum number of device numbers whose disks are cached. A machine has far fewer. When it is
+/// reached, all are read again.
 const KNOWN_MAX: usize = 1024;
 
-/// Disks of a machine that are looked at.
+/// Maximum number of a machine's disks that are read.
 const PHYSICAL_MAX: usize = 256;
 
 /// A disk's major and minor number.
-pub type Number = (u32, u32);
+pub type DeviceNumber = (u32, u32);
 
 #[derive(Debug)]
-pub struct Disks {
+pub struct DiskResolver {
     /// `/sys/dev/block`.
     sys: PathBuf,
-    known: Mutex<HashMap<Number, Option<Number>>>,
+    known: Mutex<HashMap<DeviceNumber, Option<DeviceNumber>>>,
 }
 
-impl Disks {
+impl DiskResolver {
     pub fn new() -> Self {
         Self::at(Path::new("/sys/dev/block"))
     }
@@ -37,8 +38,9 @@ impl Disks {
         Self { sys: sys.to_path_buf(), known: Mutex::default() }
     }
 
-    /// The whole disk that this is, or is a partition of. None: there is no such block device.
-    pub fn whole(&self, number: Number) -> Option<Number> {
+    /// Returns the whole disk that this is, or is a partition of. `None` if there is no such block
+    /// device.
+    pub fn whole(&self, number: DeviceNumber) -> Option<DeviceNumber> {
         let mut known = self.known.lock();
         if let Some(whole) = known.get(&number) {
             return *whole;
@@ -51,8 +53,9 @@ impl Disks {
         whole
     }
 
-    fn look(&self, (major, minor): Number) -> Option<Number> {
-        // Linux numbers no block device 0; file systems without one have that as their major number.
+    fn look(&self, (major, minor): DeviceNumber) -> Option<DeviceNumber> {
+        // Linux numbers no block device 0. File systems without a device have that as their major
+        // number.
         let dir = fs::canonicalize(self.sys.join(format!("{major}:{minor}"))).ok().filter(|_| major != 0)?;
         if !dir.join("partition").exists() {
             return Some((major, minor));
@@ -62,17 +65,17 @@ impl Disks {
         Some((major.parse().ok()?, minor.parse().ok()?))
     }
 
-    /// Disks come and go: what is known is looked at again.
+    /// Clears the cache, because disks come and go.
     pub fn forget(&self) {
         self.known.lock().clear();
     }
 
-    /// These limits with a number for each device: `:root` stands for the disks of `roots`, a partition for its disk,
-    /// and what is not there is complained about and left out.
-    pub fn resolve(&self, limits: &Limits, roots: &[Number], complaints: &Complaints) -> Limits {
+    /// Resolves the devices of these limits to numbers. `:root` becomes the disks of `roots`, a
+    /// partition its disk. A missing device gives a warning and is left out.
+    pub fn resolve(&self, limits: &LimitSet, roots: &[DeviceNumber], complaints: &CellWarnings) -> LimitSet {
         let mut io: Vec<IoLimit> = Vec::new();
         for limit in &limits.io {
-            let meant: Vec<Number> = match limit.device {
+            let meant: Vec<DeviceNumber> = match limit.device {
                 Device::Root => roots.iter().filter_map(|root| self.root(*root, complaints)).collect(),
                 Device::Number { major, minor } => {
                     self.number((major, minor), complaints).into_iter().collect()
@@ -88,24 +91,25 @@ impl Disks {
                 }
             }
         }
-        Limits { io, ..limits.clone() }
+        LimitSet { io, ..limits.clone() }
     }
 
-    fn root(&self, number: Number, complaints: &Complaints) -> Option<Number> {
+    fn root(&self, number: DeviceNumber, complaints: &CellWarnings) -> Option<DeviceNumber> {
         let whole = self.whole(number);
         if whole.is_none() {
             let (major, minor) = number;
             complaints.add(codes::NO_DISK, &format!("{major}:{minor}"), || {
                 format!(
-                    "files of sites are on device {major}:{minor}, which is no disk of its own (overlay, tmpfs, btrfs \
-                     or a network): limits of ':root' do not hold there; name the disk beneath it by its number"
+                    "files of sites are on device {major}:{minor}, which is not a disk (overlay, tmpfs, \
+                     btrfs or a network): limits of ':root' do not apply there; name the disk below it by \
+                     its number"
                 )
             });
         }
         whole
     }
 
-    fn number(&self, number: Number, complaints: &Complaints) -> Option<Number> {
+    fn number(&self, number: DeviceNumber, complaints: &CellWarnings) -> Option<DeviceNumber> {
         let whole = self.whole(number);
         if whole.is_none() {
             let (major, minor) = number;
@@ -120,9 +124,9 @@ impl Disks {
     }
 }
 
-/// The disks of this machine that are more than a piece of memory or of another disk: those with a device behind them,
-/// and those made of several.
-pub fn physical() -> Vec<Number> {
+/// Returns the disks of this machine that are more than a piece of memory or of another disk. These
+/// have a device behind them, or are made of several.
+pub fn physical() -> Vec<DeviceNumber> {
     let disks = fs::read_dir("/sys/block").into_iter().flatten().flatten();
     let real = disks.filter(|disk| {
         let name = disk.file_name();
@@ -137,7 +141,7 @@ pub fn physical() -> Vec<Number> {
     numbers.take(PHYSICAL_MAX).collect()
 }
 
-/// The smaller of each two numbers: what holds for something that is beneath both.
+/// Returns the smaller of each two numbers: the limit of a process that is below both.
 pub fn stricter(a: &IoLimit, b: &IoLimit) -> IoLimit {
     let least = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();
     IoLimit {
@@ -149,7 +153,7 @@ pub fn stricter(a: &IoLimit, b: &IoLimit) -> IoLimit {
     }
 }
 
-/// What holds for each device beneath both lists.
+/// Returns the limit of each device for a process that is below both lists.
 pub fn strictest(a: &[IoLimit], b: &[IoLimit]) -> Vec<IoLimit> {
     let mut all = a.to_vec();
     for limit in b {
@@ -167,7 +171,7 @@ mod tests {
 
     use super::*;
 
-    fn disks() -> (tempfile::TempDir, Disks) {
+    fn disks() -> (tempfile::TempDir, DiskResolver) {
         let dir = tempfile::tempdir().unwrap();
         let sys = dir.path().join("dev/block");
         fs::create_dir_all(&sys).unwrap();
@@ -180,7 +184,7 @@ mod tests {
             symlink(&target, sys.join(dev.trim_end())).unwrap();
         }
         fs::write(dir.path().join("devices/sda/sda1/partition"), "1\n").unwrap();
-        let disks = Disks::at(&sys);
+        let disks = DiskResolver::at(&sys);
         (dir, disks)
     }
 
@@ -199,13 +203,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_reported_and_the_rest_holds() {
+    fn missing_device_is_reported_and_other_limits_hold() {
         let (_dir, disks) = disks();
-        let complaints = Complaints::default();
+        let complaints = CellWarnings::default();
         let of = |device, read| IoLimit { read_bps: Some(read), ..IoLimit::of(device) };
         let number = |major, minor| Device::Number { major, minor };
         let io = vec![of(Device::Root, 5), of(number(8, 0), 3), of(number(9, 9), 1), of(number(253, 0), 7)];
-        let limits = Limits { io, processes: Some(2), ..Limits::default() };
+        let limits = LimitSet { io, processes: Some(2), ..LimitSet::default() };
         let resolved = disks.resolve(&limits, &[(8, 1), (0, 26)], &complaints);
         assert_eq!(resolved.io, [of(number(8, 0), 3), of(number(253, 0), 7)]);
         assert_eq!((resolved.processes, complaints.total()), (Some(2), 2));

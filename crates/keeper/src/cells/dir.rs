@@ -1,92 +1,97 @@
-//! One directory of one hierarchy: the limits it is to have, what was written, and what holds beneath it.
+//! One directory of one hierarchy: its wanted limits, its written values, and the limits for
+//! directories below it.
 //!
-//! v1 knows less of levels than v2. A quota above that of the directory over it is refused there, so it is written
-//! only while it is the smaller one; limits of disks hold for processes in the directory itself only, so each
-//! directory gets the strictest of all above it; a cpuset begins empty, so it gets that of the directory above. On v2
-//! the kernel does all that. Not here: which directories there are (`place`), their texts (`lines`).
+//! v1 knows less of levels than v2. It refuses a quota above that of the parent directory. So a
+//! quota is written only while it is the smaller one. Its limits of disks apply only to processes
+//! in the directory itself. So each directory gets the strictest of all above it. A cpuset begins
+//! empty, so it gets that of the parent directory. On v2 the kernel does all that. Not here: the
+//! set of directories (`cell_path`), their texts (`lines`).
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
-use nagaya_cmdb::cell::{Controller, CpuQuota, IoLimit, Limits};
+use nagaya_records::cell::{CgroupController, CpuQuota, IoLimit, LimitSet};
 use parking_lot::Mutex;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::claims::{Claim, Claims};
+use crate::cells::cpu_demand::{CpuDemand, CpuDemandCounts};
+
 use super::codes;
-use super::complaints::Complaints;
-use super::controllers::{Controllers, Version};
+use super::complaints::CellWarnings;
+use super::controllers::{CgroupVersion, ControllerSet};
 use super::device::strictest;
-use super::files::{self, FileError};
-use super::hierarchy::{Hierarchy, enable};
-use super::lines::{self, Line, Weight};
+use super::files::{self, CgroupFileError};
+use super::hierarchy::{CgroupHierarchy, enable};
+use super::lines::{self, CgroupWrite, CpuWeight};
 
 #[derive(Debug)]
-pub struct Dir {
-    pub hierarchy: Arc<Hierarchy>,
+pub struct CgroupDir {
+    pub hierarchy: Arc<CgroupHierarchy>,
     pub path: PathBuf,
-    /// None: the keeper's own.
+    /// `None` for the keeper's own directory.
     pub above: Option<Arc<Self>>,
-    /// Nothing is made beneath it, and its files are kept open for writing.
+    /// Nothing is made below it, and its files are kept open for writing.
     is_leaf: bool,
-    complaints: Arc<Complaints>,
-    state: Mutex<State>,
+    complaints: Arc<CellWarnings>,
+    state: Mutex<CgroupDirState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Of this level alone.
-    own: Limits,
-    /// What holds for the directories beneath, on v1.
-    handed: Handed,
-    /// What is to stand in its files.
-    limits: Limits,
-    /// What is beneath it claims so much of the processor; idle, if that is only what nobody else wants.
-    claims: Claims,
+struct CgroupDirState {
+    /// Limits of this level alone.
+    own: LimitSet,
+    /// Limits for the directories below, on v1.
+    handed: InheritedLimits,
+    /// Limits that its files should hold.
+    limits: LimitSet,
+    /// CPU demand of the leaves below it. Idle, if they want only leftover CPU time.
+    claims: CpuDemandCounts,
     is_idle: bool,
-    written: Vec<Line>,
-    below: HashMap<Box<str>, Weak<Dir>>,
+    written: Vec<CgroupWrite>,
+    below: HashMap<Box<str>, Weak<CgroupDir>>,
     tasks: Option<Arc<OwnedFd>>,
     files: Vec<(&'static str, OwnedFd)>,
     /// A file holds something else than these limits.
     is_changed: bool,
 }
 
-/// What a directory of v1 leaves to those beneath it.
+/// Limits that a directory of v1 passes to those below it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Handed {
+struct InheritedLimits {
     cpu: Option<CpuQuota>,
     io: Vec<IoLimit>,
     cpus: Option<Box<str>>,
     mems: Option<Box<str>>,
 }
 
-impl Dir {
-    /// The keeper's own directory, which is there already.
-    pub fn node(hierarchy: Arc<Hierarchy>, complaints: Arc<Complaints>) -> Arc<Self> {
-        let mut handed = Handed::default();
+impl CgroupDir {
+    /// Returns the keeper's own directory, which exists already.
+    pub fn node(hierarchy: Arc<CgroupHierarchy>, complaints: Arc<CellWarnings>) -> Arc<Self> {
+        let mut handed = InheritedLimits::default();
         let path = hierarchy.node.clone();
-        if hierarchy.version == Version::V1 && hierarchy.controllers.has(Controller::Cpuset) {
+        if hierarchy.version == CgroupVersion::V1 && hierarchy.controllers.has(CgroupController::Cpuset) {
             let above = |file| files::read(&path.parent()?.join(file)).ok().map(String::into_boxed_str);
             (handed.cpus, handed.mems) = (above("cpuset.cpus"), above("cpuset.mems"));
         }
-        let state =
-            State { written: lines::fresh(hierarchy.version, hierarchy.controllers), ..State::default() };
+        let state = CgroupDirState {
+            written: lines::fresh(hierarchy.version, hierarchy.controllers),
+            ..CgroupDirState::default()
+        };
         let dir = Self { hierarchy, path, above: None, is_leaf: false, complaints, state: Mutex::new(state) };
         dir.apply(&mut dir.state.lock(), &handed);
         Arc::new(dir)
     }
 
-    /// The directory of this name beneath; made with these limits if it is not there.
+    /// Returns the child directory of this name. Makes it with these limits if it is missing.
     pub fn below(
         self: &Arc<Self>,
         name: &str,
         is_leaf: bool,
-        own: impl FnOnce() -> Limits,
-    ) -> Result<Arc<Self>, FileError> {
+        own: impl FnOnce() -> LimitSet,
+    ) -> Result<Arc<Self>, CgroupFileError> {
         if let Some(found) = self.state.lock().below.get(name).and_then(Weak::upgrade) {
             return Ok(found);
         }
@@ -104,7 +109,7 @@ impl Dir {
             above: Some(Arc::clone(self)),
             is_leaf,
             complaints: Arc::clone(&self.complaints),
-            state: Mutex::new(State { own: own(), ..State::default() }),
+            state: Mutex::new(CgroupDirState { own: own(), ..CgroupDirState::default() }),
         });
         let mut state = self.state.lock();
         dir.begin(&mut dir.state.lock(), &state.handed, is_new)?;
@@ -113,16 +118,21 @@ impl Dir {
         Ok(dir)
     }
 
-    /// What a directory needs before anything can be in it.
-    fn begin(&self, state: &mut State, handed: &Handed, is_new: bool) -> Result<(), FileError> {
-        let Hierarchy { version, controllers, .. } = *self.hierarchy;
+    /// Writes what a directory needs before a process can be in it.
+    fn begin(
+        &self,
+        state: &mut CgroupDirState,
+        handed: &InheritedLimits,
+        is_new: bool,
+    ) -> Result<(), CgroupFileError> {
+        let CgroupHierarchy { version, controllers, .. } = *self.hierarchy;
         state.written = match is_new {
             true => lines::fresh(version, controllers),
             false => lines::unknown(version, controllers),
         };
         (state.tasks, state.files) = (None, Vec::new());
-        if version == Version::V2 && !self.is_leaf {
-            for controller in controllers.minus(Controllers::only(Controller::Cpuset)).iter() {
+        if version == CgroupVersion::V2 && !self.is_leaf {
+            for controller in controllers.minus(ControllerSet::only(CgroupController::Cpuset)).iter() {
                 enable(&self.path, controller)?;
             }
         }
@@ -130,8 +140,8 @@ impl Dir {
         Ok(())
     }
 
-    /// Somebody removed this directory, and maybe those above it.
-    fn make_again(&self) -> Result<(), FileError> {
+    /// Makes the directory again: somebody removed it, and maybe those above it.
+    fn make_again(&self) -> Result<(), CgroupFileError> {
         self.complaints.add(codes::REMOVED, &self.path.to_string_lossy(), || {
             format!("{} was removed by somebody; it is made again with its limits", self.path.display())
         });
@@ -146,8 +156,8 @@ impl Dir {
         self.begin(&mut self.state.lock(), &handed, is_new)
     }
 
-    /// Gives it these limits. What the kernel refuses is complained about; the rest holds.
-    pub fn set(&self, own: Limits) {
+    /// Sets these limits. A value that the kernel refuses gives a warning. The others apply.
+    pub fn set(&self, own: LimitSet) {
         let handed = self.handed_from_above();
         let mut state = self.state.lock();
         if state.own != own || state.is_changed {
@@ -156,15 +166,16 @@ impl Dir {
         }
     }
 
-    fn handed_from_above(&self) -> Handed {
+    fn handed_from_above(&self) -> InheritedLimits {
         self.above.as_ref().map(|above| above.state.lock().handed.clone()).unwrap_or_default()
     }
 
-    /// Lowering goes from the bottom up and raising from the top down, so that none is ever above the one over it.
-    fn apply(&self, state: &mut State, from_above: &Handed) {
+    /// Applies limits. Lower values go from the bottom up and higher ones from the top down. So
+    /// none is ever above its parent's.
+    fn apply(&self, state: &mut CgroupDirState, from_above: &InheritedLimits) {
         let (limits, handed) = match self.hierarchy.version {
-            Version::V2 => (state.own.clone(), Handed::default()),
-            Version::V1 => beneath(&state.own, from_above),
+            CgroupVersion::V2 => (state.own.clone(), InheritedLimits::default()),
+            CgroupVersion::V1 => beneath(&state.own, from_above),
         };
         let before = std::mem::replace(&mut state.handed, handed);
         state.limits = limits;
@@ -179,21 +190,21 @@ impl Dir {
         if refused.is_empty() {
             return;
         }
-        // What is beneath may have stood in the way until now, as CPUs of v1 do.
+        // Values below may have been an obstacle until now, as CPUs of v1 are.
         for (line, error) in self.write(state) {
             self.complain(&line, &error);
             self.fall_back(state, &line, from_above);
         }
     }
 
-    fn complain(&self, line: &Line, error: &FileError) {
+    fn complain(&self, line: &CgroupWrite, error: &CgroupFileError) {
         self.complaints.add(codes::REFUSED, &format!("{}: {}", line.file, error.error), || {
             format!("this limit does not hold: the kernel does not take '{}'. {error}", line.text())
         });
     }
 
-    /// A leaf beneath it claims something else of the processor now.
-    pub fn claim(&self, from: Claim, to: Claim) {
+    /// Changes the CPU demand of a leaf below it.
+    pub fn claim(&self, from: CpuDemand, to: CpuDemand) {
         let mut state = self.state.lock();
         state.claims.change(from, to);
         let is_idle = state.claims.are_idle();
@@ -204,32 +215,32 @@ impl Dir {
         }
     }
 
-    /// Nothing can be in a cpuset of v1 without CPUs: in the place of a list that is refused stands the one above.
-    fn fall_back(&self, state: &mut State, line: &Line, from_above: &Handed) {
+    /// Replaces a refused CPU list by the parent's: nothing can be in a cpuset of v1 without CPUs.
+    fn fall_back(&self, state: &mut CgroupDirState, line: &CgroupWrite, from_above: &InheritedLimits) {
         let (mine, above) = match line.file {
             "cpuset.cpus" => (&mut state.handed.cpus, &from_above.cpus),
             "cpuset.mems" => (&mut state.handed.mems, &from_above.mems),
             _ => return,
         };
-        if let (Version::V1, Some(above)) = (self.hierarchy.version, above) {
+        if let (CgroupVersion::V1, Some(above)) = (self.hierarchy.version, above) {
             *mine = Some(above.clone());
-            let line = Line { value: above.to_string(), ..line.clone() };
+            let line = CgroupWrite { value: above.to_string(), ..line.clone() };
             if self.write_line(state, &line).is_ok() {
                 lines::remember(&mut state.written, line);
             }
         }
     }
 
-    fn apply_below(state: &State) {
+    fn apply_below(state: &CgroupDirState) {
         for below in state.below.values().filter_map(Weak::upgrade) {
             below.apply(&mut below.state.lock(), &state.handed);
         }
     }
 
-    /// Writes what differs from what was written. Returns what failed.
-    fn write(&self, state: &mut State) -> Vec<(Line, FileError)> {
-        let Hierarchy { version, controllers, has_idle, .. } = *self.hierarchy;
-        let weight = if state.is_idle && has_idle { Weight::Idle } else { Weight::OfLimits };
+    /// Writes each value that differs from the written one. Returns the failures.
+    fn write(&self, state: &mut CgroupDirState) -> Vec<(CgroupWrite, CgroupFileError)> {
+        let CgroupHierarchy { version, controllers, has_idle, .. } = *self.hierarchy;
+        let weight = if state.is_idle && has_idle { CpuWeight::Idle } else { CpuWeight::OfLimits };
         let wanted = lines::lines(version, controllers, &state.limits, weight);
         let mut failed = Vec::new();
         for line in lines::writes(&state.written, &wanted) {
@@ -241,10 +252,10 @@ impl Dir {
         failed
     }
 
-    fn write_line(&self, state: &mut State, line: &Line) -> Result<(), FileError> {
+    fn write_line(&self, state: &mut CgroupDirState, line: &CgroupWrite) -> Result<(), CgroupFileError> {
         let path = self.path.join(line.file);
         if let Some((_, file)) = state.files.iter().find(|(file, _)| *file == line.file) {
-            return files::write_to(file, &line.text()).map_err(|error| FileError::new(&path, error));
+            return files::write_to(file, &line.text()).map_err(|error| CgroupFileError::new(&path, error));
         }
         let file = match files::open(&path, OFlags::WRONLY) {
             Err(error) if error.is(Errno::NOENT) && line.file.starts_with("cpuset.") => {
@@ -253,45 +264,48 @@ impl Dir {
             }
             other => other?,
         };
-        let written = files::write_to(&file, &line.text()).map_err(|error| FileError::new(&path, error));
+        let written =
+            files::write_to(&file, &line.text()).map_err(|error| CgroupFileError::new(&path, error));
         if self.is_leaf {
             state.files.push((line.file, file));
         }
         written
     }
 
-    /// v2 only: there CPUs are bound nowhere until a cell asks for it.
-    fn enable_cpuset(&self) -> Result<(), FileError> {
+    /// Enables the cpuset controller, on v2 only. There CPUs are bound nowhere until a cell needs
+    /// it.
+    fn enable_cpuset(&self) -> Result<(), CgroupFileError> {
         let mut above = Vec::new();
         let mut next = &self.above;
         while let Some(dir) = next {
             above.push(dir);
             next = &dir.above;
         }
-        self.hierarchy.enable_above(Controller::Cpuset)?;
-        above.into_iter().rev().try_for_each(|dir| enable(&dir.path, Controller::Cpuset))
+        self.hierarchy.enable_above(CgroupController::Cpuset)?;
+        above.into_iter().rev().try_for_each(|dir| enable(&dir.path, CgroupController::Cpuset))
     }
 
-    /// Where a process writes itself, or is written, to be here. Kept open.
-    pub fn tasks(&self) -> Result<Arc<OwnedFd>, FileError> {
+    /// Returns the file, kept open, into which a process is written to be here.
+    pub fn tasks(&self) -> Result<Arc<OwnedFd>, CgroupFileError> {
         let mut state = self.state.lock();
         if let Some(tasks) = &state.tasks {
             return Ok(Arc::clone(tasks));
         }
-        // Who writes itself to `tasks` of v1 takes no lock that waits for a grace period of the kernel.
+        // A process that writes itself to `tasks` of v1 takes no lock that waits for a kernel grace
+        // period.
         let file = match self.hierarchy.version {
-            Version::V1 => "tasks",
-            Version::V2 => "cgroup.procs",
+            CgroupVersion::V1 => "tasks",
+            CgroupVersion::V2 => "cgroup.procs",
         };
         let tasks = Arc::new(files::open(&self.path.join(file), OFlags::WRONLY)?);
         state.tasks = Some(Arc::clone(&tasks));
         Ok(tasks)
     }
 
-    /// Remembers that a file holds something else than was written, until limits are set again.
+    /// Notes that a file holds something else than was written, until limits are set again.
     pub fn changed(&self, file: &'static str, value: &str) {
         let mut state = self.state.lock();
-        lines::remember(&mut state.written, Line { file, device: None, value: value.to_owned() });
+        lines::remember(&mut state.written, CgroupWrite { file, device: None, value: value.to_owned() });
         state.is_changed = true;
     }
 
@@ -299,8 +313,8 @@ impl Dir {
         self.is_leaf
     }
 
-    /// Makes it again if somebody removed it.
-    pub fn see_to(&self) -> Result<(), FileError> {
+    /// Makes the directory again if somebody removed it.
+    pub fn ensure_exists(&self) -> Result<(), CgroupFileError> {
         if self.path.exists() { Ok(()) } else { self.make_again() }
     }
 
@@ -309,27 +323,30 @@ impl Dir {
     }
 }
 
-impl Drop for Dir {
+impl Drop for CgroupDir {
     fn drop(&mut self) {
-        // The keeper's own goes last, by `Hierarchy::close`. One that is not empty is the next keeper's to clean.
+        // The keeper's own goes last, by `CgroupHierarchy::close`. The next keeper cleans one that
+        // is not empty.
         if self.above.is_some() {
             let _ = rustix::fs::rmdir(&self.path);
         }
     }
 }
 
-/// What is to be written in a directory of v1 with these limits beneath another, and what it hands on.
-fn beneath(own: &Limits, above: &Handed) -> (Limits, Handed) {
+/// Computes the values for a directory of v1 with these limits below another, and the limits it
+/// passes on.
+fn beneath(own: &LimitSet, above: &InheritedLimits) -> (LimitSet, InheritedLimits) {
     let cpu = own.cpu.filter(|_| ratio(own.cpu) <= ratio(above.cpu));
     let io = strictest(&own.io, &above.io);
     let cpus = own.cpus.clone().or_else(|| above.cpus.clone());
     let mems = own.mems.clone().or_else(|| above.mems.clone());
-    let handed = Handed { cpu: cpu.or(above.cpu), io: io.clone(), cpus: cpus.clone(), mems: mems.clone() };
-    (Limits { cpu, io, cpus, mems, ..own.clone() }, handed)
+    let handed =
+        InheritedLimits { cpu: cpu.or(above.cpu), io: io.clone(), cpus: cpus.clone(), mems: mems.clone() };
+    (LimitSet { cpu, io, cpus, mems, ..own.clone() }, handed)
 }
 
-/// A quota's share of one core, in the unit in which v1 compares it (`to_ratio` of kernel/sched/core.c). Without a
-/// quota: more than any.
+/// Returns a quota's share of one core, in the unit in which v1 compares it (`to_ratio` of
+/// kernel/sched/core.c). Without a quota: more than any.
 fn ratio(cpu: Option<CpuQuota>) -> u64 {
     cpu.map_or(u64::MAX, |cpu| {
         let ratio = (u128::from(cpu.quota_us) << 20) / u128::from(cpu.period_us.max(1));
@@ -339,7 +356,7 @@ fn ratio(cpu: Option<CpuQuota>) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use nagaya_cmdb::cell::Device;
+    use nagaya_records::cell::Device;
 
     use super::*;
 
@@ -357,8 +374,8 @@ mod tests {
             (None, None, None, None),
             (Some(CpuQuota { quota_us: 50_000, period_us: 100_000 }), quota(2_000), None, quota(2_000)),
         ] {
-            let own = Limits { cpu: own, ..Limits::default() };
-            let (limits, to) = beneath(&own, &Handed { cpu: above, ..Handed::default() });
+            let own = LimitSet { cpu: own, ..LimitSet::default() };
+            let (limits, to) = beneath(&own, &InheritedLimits { cpu: above, ..InheritedLimits::default() });
             assert_eq!((limits.cpu, to.cpu), (written, handed), "{own:?}");
         }
     }
@@ -367,8 +384,12 @@ mod tests {
     fn limits_of_disks_and_cpus_come_from_above() {
         let device = Device::Number { major: 8, minor: 0 };
         let of = |read, write| IoLimit { read_bps: read, write_bps: write, ..IoLimit::of(device) };
-        let own = Limits { io: vec![of(Some(9), Some(1))], mems: Some("0".into()), ..Limits::default() };
-        let above = Handed { io: vec![of(Some(5), None)], cpus: Some("0-3".into()), ..Handed::default() };
+        let own = LimitSet { io: vec![of(Some(9), Some(1))], mems: Some("0".into()), ..LimitSet::default() };
+        let above = InheritedLimits {
+            io: vec![of(Some(5), None)],
+            cpus: Some("0-3".into()),
+            ..InheritedLimits::default()
+        };
         let (limits, handed) = beneath(&own, &above);
         assert_eq!(limits.io, [of(Some(5), Some(1))]);
         assert_eq!((limits.cpus, limits.mems), (Some("0-3".into()), Some("0".into())));

@@ -1,4 +1,4 @@
-//! Ending everything in a cgroup, and removing what dead keepers left.
+//! Ends everything in a cgroup, and removes the directories of dead keepers.
 //!
 //! Not here: when a living keeper's cells are ended (`process`).
 
@@ -12,24 +12,25 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::files::{self, FileError};
+use super::files::{self, CgroupFileError};
 use super::lines::IDLE;
 
-/// How long leftovers of dead keepers are waited for at start.
+/// Maximum wait for the directories of dead keepers at start.
 const CLEAN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest time between two looks at a tree that is being ended.
+/// Longest time between two checks of a tree that is being ended.
 pub const LOOK_AGAIN_MAX: Duration = Duration::from_millis(50);
 
-/// Directories above each other beneath one keeper's: named cells (one for each controller), tenant, site, leaf, and
-/// some room for those of later versions.
+/// Maximum depth of directories below one keeper's: named cells (one for each controller), tenant,
+/// site and leaf. Some room is for those of later versions.
 const DEPTH_MAX: usize = 16;
 
-/// Kills all processes in this one directory, where no single write does. First nobody in it may fork, so that a list
-/// of its processes, once read, only becomes shorter.
+/// Kills all processes in this one directory, where no single write does. First it forbids forks
+/// there, so that a list of its processes, once read, only becomes shorter.
 pub fn end_listed(dir: &Path) -> io::Result<()> {
     match files::write(&dir.join("pids.max"), "0") {
-        // Another controller's hierarchy: who forks meanwhile is found by the next look.
+        // The hierarchy of another controller: the next check finds processes that are forked
+        // meanwhile.
         Err(error) if error.is(Errno::NOENT) && dir.exists() => {}
         other => other?,
     }
@@ -43,8 +44,8 @@ pub fn end_these(pids: &[Pid], list_again: impl FnOnce() -> io::Result<Vec<Pid>>
     }
     let open = |pid: &Pid| Some((*pid, pidfd_open(*pid, PidfdFlags::empty()).ok()?));
     let held: Vec<(Pid, OwnedFd)> = pids.iter().filter_map(open).collect();
-    // A number may have passed to another process between reading and opening. Who is still listed now is
-    // the one that was opened, and is in the directory.
+    // A number may have passed to another process between reading and opening. A process that is
+    // still listed now is the opened one, and is in the directory.
     let listed = list_again()?;
     for (pid, pidfd) in held {
         if listed.contains(&pid) {
@@ -57,16 +58,17 @@ pub fn end_these(pids: &[Pid], list_again: impl FnOnce() -> io::Result<Vec<Pid>>
     Ok(())
 }
 
-pub fn members(dir: &Path) -> Result<Vec<Pid>, FileError> {
+pub fn members(dir: &Path) -> Result<Vec<Pid>, CgroupFileError> {
     Ok(pids(&files::read(&dir.join("cgroup.procs"))?))
 }
 
-/// One number in each line. A process outside of this pid namespace is listed as 0.
+/// Reads one number from each line. A process outside of this pid namespace is listed as 0.
 pub fn pids(text: &str) -> Vec<Pid> {
     text.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?)).collect()
 }
 
-/// `k<pid>-<start time>-<pid namespace>`: tells a later keeper whether this one still lives.
+/// Returns `k<pid>-<start time>-<pid namespace>`, by which a later keeper knows whether this one
+/// still lives.
 pub fn own_name() -> io::Result<String> {
     let pid = std::process::id();
     Ok(format!("k{pid}-{}-{}", start_time(pid)?, pid_namespace()?))
@@ -76,15 +78,16 @@ fn pid_namespace() -> io::Result<u64> {
     Ok(rustix::fs::stat("/proc/self/ns/pid")?.st_ino)
 }
 
-/// Field 22 of `/proc/<pid>/stat`. Counted behind the last `)`: the name before it can hold anything.
+/// Returns field 22 of `/proc/<pid>/stat`. It is counted behind the last `)`, because the name
+/// before it can contain anything.
 fn start_time(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let field = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19));
     field.and_then(|text| text.parse().ok()).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Whether the directory of this name belongs to a keeper that is dead for certain. Of another pid
-/// namespace nothing can be said from here.
+/// Whether the directory of this name belongs to a keeper that is certainly dead. Keepers of
+/// another pid namespace cannot be judged from here.
 fn is_left_over(name: &str, namespace: u64) -> bool {
     let Some(parts) = name.strip_prefix('k') else { return false };
     let parts: Vec<&str> = parts.split('-').collect();
@@ -94,8 +97,9 @@ fn is_left_over(name: &str, namespace: u64) -> bool {
     *of == namespace && start_time(pid).map_or(true, |now| now != *started)
 }
 
-/// Ends and removes what dead keepers left beneath these directories, each the tree of one hierarchy. What is not
-/// a keeper's by its name is never touched. Returns how many directories were removed.
+/// Ends and removes the remains of dead keepers below these directories, each the tree of one
+/// hierarchy. Directories without a keeper's name are never touched. Returns how many directories
+/// were removed.
 pub fn clean(trees: &[PathBuf]) -> u64 {
     let Ok(namespace) = pid_namespace() else { return 0 };
     let mut dead = Vec::new();
@@ -107,7 +111,8 @@ pub fn clean(trees: &[PathBuf]) -> u64 {
     for dir in &dead {
         tracing::warn!("a keeper died; ending what it left in {}", dir.display());
     }
-    // All hierarchies together: a process is in a directory of each, and holds all of them until it is gone.
+    // All hierarchies together: a process is in a directory of each, and holds all of them until it
+    // is gone.
     let mut removed = 0;
     let began = Instant::now();
     let mut pause = Duration::from_millis(1);
@@ -133,7 +138,8 @@ pub fn clean(trees: &[PathBuf]) -> u64 {
     removed
 }
 
-/// A directory that is gone by now cannot be written to; removing it tells.
+/// Kills all processes. A directory that is gone by now cannot be written to; removing it finds
+/// that.
 fn end_all(dir: &Path, depth: usize) {
     if files::write(&dir.join("cgroup.kill"), "1").is_ok() {
         return;
@@ -144,8 +150,9 @@ fn end_all(dir: &Path, depth: usize) {
     }
 }
 
-/// What is frozen on v1 does not die. It is let go only when everything in the tree has its signal: it may be fenced, and then
-/// must not get on by a single step. What is idle dies when nobody else wants the processor. Elsewhere there are no such files.
+/// Thaws the tree. A frozen process on v1 does not die. It is thawed only when everything in the
+/// tree has its signal. The node may be fenced, and then no process may continue by a single step.
+/// An idle process dies only when nobody else wants the CPU. Elsewhere there are no such files.
 fn thaw_all(dir: &Path, depth: usize) {
     let _ = files::write(&dir.join("freezer.state"), "THAWED");
     let _ = files::write(&dir.join(IDLE), "0");
@@ -154,7 +161,7 @@ fn thaw_all(dir: &Path, depth: usize) {
     }
 }
 
-/// From the bottom up. False: something is still in it.
+/// Removes directories from the bottom up. Returns false if something is still in them.
 fn remove_all(dir: &Path, depth: usize, removed: &mut u64) -> bool {
     if depth > 0 {
         for child in subdirectories(dir) {

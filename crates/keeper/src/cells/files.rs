@@ -1,6 +1,6 @@
-//! Files and directories of cgroups, with errors that say where.
+//! Files and directories of cgroups, with errors that name the path.
 //!
-//! Not here: what is written (`lines`), what is read (`usage`).
+//! Not here: the written values (`lines`), the values read (`usage`).
 
 use std::fs;
 use std::io;
@@ -12,13 +12,13 @@ use rustix::io::Errno;
 
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {error}")]
-pub struct FileError {
+pub struct CgroupFileError {
     pub path: PathBuf,
     #[source]
     pub error: io::Error,
 }
 
-impl FileError {
+impl CgroupFileError {
     pub fn new(path: &Path, error: impl Into<io::Error>) -> Self {
         Self { path: path.into(), error: error.into() }
     }
@@ -27,40 +27,41 @@ impl FileError {
         self.error.raw_os_error() == Some(errno.raw_os_error())
     }
 
-    /// Somebody removed the directory: its path leads nowhere, and files of it that are open have no device.
+    /// Whether somebody removed the directory. Then its path leads nowhere, and open files of it
+    /// report no device.
     pub fn is_gone(&self) -> bool {
         self.is(Errno::NODEV) || self.is(Errno::NOENT)
     }
 }
 
-impl From<FileError> for io::Error {
-    fn from(error: FileError) -> Self {
+impl From<CgroupFileError> for io::Error {
+    fn from(error: CgroupFileError) -> Self {
         Self::new(error.error.kind(), error.to_string())
     }
 }
 
-/// True: it was not there before.
-pub fn make(dir: &Path) -> Result<bool, FileError> {
+/// Makes a directory. Returns true if it is new.
+pub fn make(dir: &Path) -> Result<bool, CgroupFileError> {
     match rustix::fs::mkdir(dir, Mode::from_raw_mode(0o755)) {
         Ok(()) => Ok(true),
         Err(Errno::EXIST) => Ok(false),
-        Err(errno) => Err(FileError::new(dir, errno)),
+        Err(errno) => Err(CgroupFileError::new(dir, errno)),
     }
 }
 
-/// Without the line's end.
-pub fn read(path: &Path) -> Result<String, FileError> {
-    let text = fs::read_to_string(path).map_err(|error| FileError::new(path, error))?;
+/// Reads a file without its final line break.
+pub fn read(path: &Path) -> Result<String, CgroupFileError> {
+    let text = fs::read_to_string(path).map_err(|error| CgroupFileError::new(path, error))?;
     Ok(text.trim_end().to_owned())
 }
 
-pub fn write(path: &Path, text: &str) -> Result<(), FileError> {
+pub fn write(path: &Path, text: &str) -> Result<(), CgroupFileError> {
     let file = open(path, OFlags::WRONLY)?;
-    write_to(&file, text).map_err(|error| FileError::new(path, error))
+    write_to(&file, text).map_err(|error| CgroupFileError::new(path, error))
 }
 
-/// One call for the whole text, as files of cgroups want it. An empty one is a line's end: a write of nothing would
-/// not reach them.
+/// Writes the whole text in one call, as files of cgroups need it. An empty text becomes a line
+/// break: a write of no bytes would not reach them.
 pub fn write_to(file: &OwnedFd, text: &str) -> io::Result<()> {
     let text = if text.is_empty() { "\n" } else { text };
     match rustix::io::write(file, text.as_bytes())? {
@@ -69,7 +70,7 @@ pub fn write_to(file: &OwnedFd, text: &str) -> io::Result<()> {
     }
 }
 
-pub fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, FileError> {
+pub fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, CgroupFileError> {
     rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())
-        .map_err(|errno| FileError::new(path, errno))
+        .map_err(|errno| CgroupFileError::new(path, errno))
 }

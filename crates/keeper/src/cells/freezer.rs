@@ -1,5 +1,5 @@
-//! Stopping everything in a leaf, all of it at one moment, and letting it go on: `cgroup.freeze` of v2 in the leaf's own
-//! directory, or a directory in the `freezer` hierarchy of v1, where that is all there is.
+//! Freezes everything in a leaf at one moment, and thaws it. It uses `cgroup.freeze` of v2 in the
+//! leaf's own directory. Without that, it uses a directory in the `freezer` hierarchy of v1.
 //!
 //! Not here: when an instance is frozen (`instances::rest`).
 
@@ -13,46 +13,51 @@ use std::time::{Duration, Instant};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::Shared;
-use super::controllers::Version;
-use super::ending;
-use super::files::{self, FileError};
-use super::leaf::Leaf;
-use crate::sandbox::Freezing;
+use crate::sandbox::FreezerVersion;
 
-/// How long the kernel may take to stop a tree: a process in an uninterruptible call stops when that returns.
+use super::controllers::CgroupVersion;
+use super::ending;
+use super::files::{self, CgroupFileError};
+use super::leaf::Leaf;
+use super::tree::CellTree;
+
+/// Maximum time for the kernel to freeze a tree. A process in an uninterruptible call stops when
+/// that returns.
 const FREEZE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Times the list of processes is gone through to move a tree: who is born meanwhile is found by the next.
+/// Maximum number of passes through the process list to move a tree. The next pass finds processes
+/// that are born meanwhile.
 const ROUNDS_MAX: usize = 8;
 
-/// A tree that is stopped. It goes on by `thaw` alone.
+/// A frozen tree. Only `thaw` lets it continue.
 #[derive(Debug)]
-pub struct Freezer {
+pub struct FrozenTree {
     dir: PathBuf,
-    version: Version,
+    version: CgroupVersion,
 }
 
-impl Freezer {
-    fn write(&self, is_frozen: bool) -> Result<(), FileError> {
+impl FrozenTree {
+    fn write(&self, is_frozen: bool) -> Result<(), CgroupFileError> {
         match self.version {
-            Version::V2 => files::write(&self.dir.join("cgroup.freeze"), if is_frozen { "1" } else { "0" }),
-            Version::V1 => {
+            CgroupVersion::V2 => {
+                files::write(&self.dir.join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
+            }
+            CgroupVersion::V1 => {
                 files::write(&self.dir.join("freezer.state"), if is_frozen { "FROZEN" } else { "THAWED" })
             }
         }
     }
 
-    fn is_frozen(&self) -> Result<bool, FileError> {
+    fn is_frozen(&self) -> Result<bool, CgroupFileError> {
         Ok(match self.version {
-            Version::V2 => {
+            CgroupVersion::V2 => {
                 files::read(&self.dir.join("cgroup.events"))?.lines().any(|line| line == "frozen 1")
             }
-            Version::V1 => files::read(&self.dir.join("freezer.state"))? == "FROZEN",
+            CgroupVersion::V1 => files::read(&self.dir.join("freezer.state"))? == "FROZEN",
         })
     }
 
-    /// Returns once nothing in it runs; if it does not stop, it goes on.
+    /// Returns once nothing in it runs. If it does not freeze, it is thawed.
     fn stop(self) -> io::Result<Self> {
         self.write(true)?;
         let until = Instant::now() + FREEZE_TIMEOUT;
@@ -69,67 +74,68 @@ impl Freezer {
         Ok(self)
     }
 
-    /// Lets it go on.
+    /// Thaws it.
     pub fn thaw(&self) -> io::Result<()> {
         match self.write(false) {
-            // Nothing is in it any more, and the directory went with that.
+            // Nothing is in it any more, and the directory is gone with its processes.
             Err(error) if error.is_gone() => Ok(()),
             written => Ok(written?),
         }
     }
 }
 
-/// What stops a leaf from outside, whether or not it rests: see `Leaf::brake`.
+/// Files that freeze a leaf from outside, whether or not it rests: see `Leaf::brake`.
 #[derive(Debug)]
-pub struct Brake {
-    pub version: Freezing,
-    /// Stops this leaf.
+pub struct FreezeFile {
+    pub version: FreezerVersion,
+    /// Freezes this leaf.
     pub own: OwnedFd,
-    /// On v1: stops all leaves that have a brake.
+    /// On v1: freezes all leaves that have such a file.
     pub all: Option<OwnedFd>,
 }
 
-/// Name of the directory above all that are stopped by one write on v1.
+/// Name of the directory above all leaves that one write freezes on v1.
 const BRAKES: &str = "placed";
 
-impl Shared {
-    /// One level for all leaves: their names have slashes.
+impl CellTree {
+    /// One level for all leaves, because their names have slashes.
     fn freezer_of(&self, leaf: &Leaf) -> Option<PathBuf> {
         Some(self.freezer.as_ref()?.join(BRAKES).join(leaf.name().replace('/', ":")))
     }
 
-    /// Removes the directories of the freezer that nothing is in.
+    /// Removes empty directories of the freezer.
     pub(super) fn close_freezer(&self) {
         let Some(own) = &self.freezer else { return };
         let _ = rustix::fs::rmdir(own.join(BRAKES));
         for dir in own.ancestors().take(2) {
-            // It may never have been made, and other keepers may be in the one above.
+            // It may never have been made, and other keepers may be in the parent directory.
             let _ = rustix::fs::rmdir(dir);
         }
     }
 }
 
 impl Leaf {
-    /// Opens what stops it from outside. To be called before anything is born in it. On v2 that is the directory of its
-    /// site, above what `freeze` writes to; on v1 its processes are born in its directory of the freezer from here on.
-    pub fn brake(&self) -> io::Result<Brake> {
+    /// Opens the files that freeze it from outside. Must be called before anything is born in it.
+    /// On v2 that is the directory of its site, above the file of `freeze`. On v1 its processes are
+    /// born in its directory of the freezer from here on.
+    pub fn brake(&self) -> io::Result<FreezeFile> {
         let open = |path: PathBuf, flags| files::open(&path, flags);
         if let Some(dir) = self.freezable() {
             let above = dir.parent().filter(|above| {
                 above.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"site-"))
             });
             let Some(above) = above else {
-                let why = format!("{} is not beneath a site's directory", dir.display());
+                let why = format!("{} is not below a site's directory", dir.display());
                 return Err(io::Error::new(io::ErrorKind::Unsupported, why));
             };
             let own = open(above.join("cgroup.freeze"), OFlags::WRONLY)?;
-            return Ok(Brake { version: Freezing::V2, own, all: None });
+            return Ok(FreezeFile { version: FreezerVersion::V2, own, all: None });
         }
         let dir = self.make_freezer()?;
         let all = dir.parent().expect("it has a directory above").join("freezer.state");
         let (own, all) = (open(dir.join("freezer.state"), OFlags::RDWR)?, open(all, OFlags::RDWR)?);
         self.enter_too(open(dir.join("tasks"), OFlags::WRONLY)?);
-        Ok(Brake { version: Freezing::V1, own, all: Some(all) })
+        Ok(FreezeFile { version: FreezerVersion::V1, own, all: Some(all) })
     }
 
     fn make_freezer(&self) -> io::Result<PathBuf> {
@@ -137,31 +143,33 @@ impl Leaf {
             let why = "there is neither cgroup v2 nor the freezer of v1";
             return Err(io::Error::new(io::ErrorKind::Unsupported, why));
         };
-        fs::create_dir_all(&dir).map_err(|error| FileError::new(&dir, error))?;
+        fs::create_dir_all(&dir).map_err(|error| CgroupFileError::new(&dir, error))?;
         self.may_be_in_freezer();
         Ok(dir)
     }
 
-    /// What was killed while it was stopped on v1 dies only where nothing stops it. None of it runs a line more.
+    /// Lets killed processes die: on v1 they do so only where nothing freezes them. None of them
+    /// runs user code any more.
     pub(super) fn let_the_killed_go(&self) {
         let (Some(own), Some(dir)) = (&self.shared().freezer, self.shared().freezer_of(self)) else { return };
-        // Who is gone meanwhile needs no way out.
+        // A process that is gone meanwhile need not be moved.
         for pid in ending::members(&dir).unwrap_or_default() {
             let _ = files::write(&own.join("cgroup.procs"), &pid.as_raw_nonzero().to_string());
         }
     }
 
-    /// Stops everything in it.
-    pub fn freeze(&self) -> io::Result<Freezer> {
+    /// Freezes everything in it.
+    pub fn freeze(&self) -> io::Result<FrozenTree> {
         if let Some(dir) = self.freezable() {
-            return Freezer { dir, version: Version::V2 }.stop();
+            return FrozenTree { dir, version: CgroupVersion::V2 }.stop();
         }
         let dir = self.make_freezer()?;
         self.move_all_to(&dir)?;
-        Freezer { dir, version: Version::V1 }.stop()
+        FrozenTree { dir, version: CgroupVersion::V1 }.stop()
     }
 
-    /// Moves all that is in the leaf to this directory of another hierarchy, and those they have started meanwhile.
+    /// Moves all processes of the leaf to this directory of another hierarchy, and those they have
+    /// started meanwhile.
     fn move_all_to(&self, dir: &Path) -> io::Result<()> {
         for _ in 0..ROUNDS_MAX {
             let there = ending::members(dir)?;
@@ -179,7 +187,7 @@ impl Leaf {
         Err(io::Error::new(io::ErrorKind::TimedOut, "it starts processes faster than they can be stopped"))
     }
 
-    /// Removes what `freeze` made, once nothing is in it.
+    /// Removes the directory that `freeze` made, once it is empty.
     pub fn forget_freezer(&self) {
         if let Some(dir) = self.shared().freezer_of(self) {
             // It may never have been made.

@@ -1,34 +1,35 @@
-//! Which hierarchies of cgroups are mounted, and where this process is in each.
+//! The mounted hierarchies of cgroups, and this process's directory in each.
 //!
-//! Pure: the texts of `/proc/self/mountinfo` and `/proc/self/cgroup` come from outside. Not here: whether a
-//! hierarchy can be used (`hierarchy`).
+//! Pure: the texts of `/proc/self/mountinfo` and `/proc/self/cgroup` come from outside. Not here:
+//! whether a hierarchy can be used (`hierarchy`).
 
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::cell::Controller;
+use nagaya_records::cell::CgroupController;
 
-use super::controllers::{Controllers, Version};
+use super::controllers::{CgroupVersion, ControllerSet};
 
-/// Directory of all keepers beneath the cgroup they are in.
+/// Directory of all keepers below the cgroup they are in.
 pub const TREE: &str = "nagaya";
 
-/// Where a node's own processes are moved on v2, so that the cgroup they were started in may have children with
-/// controllers (the rule of no internal processes, Documentation/admin-guide/cgroup-v2.rst).
+/// Directory of a node's own processes on v2. They are moved there so that the cgroup they were
+/// started in may have children with controllers (the rule of no internal processes,
+/// Documentation/admin-guide/cgroup-v2.rst).
 pub const OWN: &str = "main";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mount {
-    pub version: Version,
-    /// Of v1: those mounted here. v2 says it in files.
-    pub controllers: Controllers,
-    /// Which part of the hierarchy is mounted: not all of it in a container.
+pub struct CgroupMount {
+    pub version: CgroupVersion,
+    /// Those mounted here, for v1. v2 lists them in files.
+    pub controllers: ControllerSet,
+    /// The mounted part of the hierarchy: not all of it in a container.
     root: PathBuf,
     point: PathBuf,
 }
 
-/// All mounted hierarchies that are v2 or have a controller of ours, each once.
-pub fn mounts(mountinfo: &str) -> Vec<Mount> {
-    let mut found: Vec<Mount> = Vec::new();
+/// Returns all mounted hierarchies that are v2 or have a controller of ours, each once.
+pub fn mounts(mountinfo: &str) -> Vec<CgroupMount> {
+    let mut found: Vec<CgroupMount> = Vec::new();
     for mount in mountinfo.lines().filter_map(mount) {
         if !found.iter().any(|have| have.version == mount.version && have.controllers == mount.controllers) {
             found.push(mount);
@@ -37,24 +38,25 @@ pub fn mounts(mountinfo: &str) -> Vec<Mount> {
     found
 }
 
-/// `36 35 0:30 / /sys/fs/cgroup/pids rw shared:3 - cgroup cgroup rw,pids`.
-fn mount(line: &str) -> Option<Mount> {
+/// Parses `36 35 0:30 / /sys/fs/cgroup/pids rw shared:3 - cgroup cgroup rw,pids`.
+fn mount(line: &str) -> Option<CgroupMount> {
     let (place, kind) = line.split_once(" - ")?;
     let mut place = place.split(' ').skip(3);
     let (root, point) = (path(place.next()?), path(place.next()?));
     let mut kind = kind.split(' ');
     let (version, controllers) = match kind.next()? {
-        "cgroup2" => (Version::V2, Controllers::NONE),
-        "cgroup" => (Version::V1, named(kind.nth(1)?)),
+        "cgroup2" => (CgroupVersion::V2, ControllerSet::NONE),
+        "cgroup" => (CgroupVersion::V1, named(kind.nth(1)?)),
         _ => return None,
     };
-    if version == Version::V1 && controllers.is_empty() {
+    if version == CgroupVersion::V1 && controllers.is_empty() {
         return None;
     }
-    Some(Mount { version, controllers, root, point })
+    Some(CgroupMount { version, controllers, root, point })
 }
 
-/// This process's directory in the hierarchy of v1's `freezer`, which limits nothing and so is none of the above.
+/// Returns this process's directory in the hierarchy of v1's `freezer`, which limits nothing and so
+/// is none of the above.
 pub fn freezer(mountinfo: &str, groups: &str) -> Option<PathBuf> {
     let has_it = |list: &str| list.split(',').any(|word| word == "freezer");
     let point = mountinfo.lines().find_map(|line| {
@@ -73,34 +75,36 @@ pub fn freezer(mountinfo: &str, groups: &str) -> Option<PathBuf> {
     Some(point.join(group?.strip_prefix(root).unwrap_or(Path::new(""))))
 }
 
-fn named(list: &str) -> Controllers {
+fn named(list: &str) -> ControllerSet {
     let words: Vec<&str> = list.split(',').collect();
-    Controller::ALL
+    CgroupController::ALL
         .into_iter()
         .filter(|controller| words.contains(&controller.as_str()))
-        .fold(Controllers::NONE, Controllers::with)
+        .fold(ControllerSet::NONE, ControllerSet::with)
 }
 
-/// White space and backslashes are octal in `mountinfo` (proc_pid_mountinfo(5)).
+/// Decodes a path. White space and backslashes are octal in `mountinfo` (proc_pid_mountinfo(5)).
 fn path(text: &str) -> PathBuf {
     let plain = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
     plain.into_iter().fold(text.to_owned(), |text, (octal, one)| text.replace(octal, one)).into()
 }
 
-impl Mount {
-    /// The directory of the cgroup this process is in, as `/proc/self/cgroup` tells: `8:cpu,cpuacct:/x`, `0::/x`.
-    /// A node's own processes may have been moved below it by a keeper before this one.
+impl CgroupMount {
+    /// Returns the directory of this process's cgroup, from lines of `/proc/self/cgroup`:
+    /// `8:cpu,cpuacct:/x`, `0::/x`. An earlier keeper may have moved a node's own processes below
+    /// it.
     pub fn own(&self, cgroup: &str) -> PathBuf {
         let group = cgroup.lines().find_map(|line| {
             let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
             let fits = match self.version {
-                Version::V1 => !named(controllers).and(self.controllers).is_empty(),
-                Version::V2 => controllers.is_empty(),
+                CgroupVersion::V1 => !named(controllers).and(self.controllers).is_empty(),
+                CgroupVersion::V2 => controllers.is_empty(),
             };
             fits.then_some(Path::new(path))
         });
         let group = group.unwrap_or(Path::new("/"));
-        // In a container the path may be one of the host, of which only a part, or another part, is mounted here.
+        // In a container the path may be one of the host. A part of it, or another part, is mounted
+        // here.
         let beneath = group.strip_prefix(&self.root).unwrap_or(Path::new(""));
         let dir = self.point.join(beneath);
         let own = Path::new(TREE).join(OWN);
@@ -133,9 +137,9 @@ broken line - cgroup";
         assert_eq!(
             told,
             [
-                (Version::V1, "cpu+cpuacct".into(), "/sys/fs/cgroup/cpu,cpuacct"),
-                (Version::V1, "pids".into(), "/mnt/a b"),
-                (Version::V2, String::new(), "/sys/fs/cgroup/unified"),
+                (CgroupVersion::V1, "cpu+cpuacct".into(), "/sys/fs/cgroup/cpu,cpuacct"),
+                (CgroupVersion::V1, "pids".into(), "/mnt/a b"),
+                (CgroupVersion::V2, String::new(), "/sys/fs/cgroup/unified"),
             ]
         );
     }

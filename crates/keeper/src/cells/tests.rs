@@ -2,20 +2,20 @@
 //!
 //! Not here: what the kernel does with them (`tests/kernel`).
 
-use nagaya_cmdb::cell::{CellName, NamedCell, Scope};
+use nagaya_records::cell::{CellName, CellScope, NamedCell};
 use serde_json::json;
 
 use super::*;
 
-fn cells() -> Cells {
-    Cells::open(BackEnd::ProcessGroup, 64)
+fn cells() -> KeeperCells {
+    KeeperCells::open(CellMechanism::ProcessGroup, 64)
 }
 
-fn home(site: &str) -> Home {
+fn home(site: &str) -> CellParent {
     let tenant = serde_json::from_value(json!({"name": "demo", "uid": 1001, "gid": 1001})).unwrap();
     let backend = json!({"kind": "static", "root": "www"});
     let site = json!({"name": site, "tenant": "demo", "hosts": ["x.test"], "backend": backend});
-    Home {
+    CellParent {
         tenant: Arc::new(tenant),
         site: Some(Arc::new(serde_json::from_value(site).unwrap())),
         device: None,
@@ -24,10 +24,10 @@ fn home(site: &str) -> Home {
 
 fn named(name: &str) -> Confinement {
     let name = CellName::parse(name).unwrap();
-    let controllers = vec![Controller::Cpu];
-    let limits = Some(Limits::default());
+    let controllers = vec![CgroupController::Cpu];
+    let limits = Some(LimitSet::default());
     Confinement {
-        named: vec![NamedCell { name, scope: Scope::Node, controllers, limits }],
+        named: vec![NamedCell { name, scope: CellScope::Node, controllers, limits }],
         ..Confinement::default()
     }
 }
@@ -38,16 +38,16 @@ fn without_cgroups_everything_is_missing_and_leaves_have_names() {
     let shown = cells.show();
     assert_eq!(shown["missing"].as_array().unwrap().len(), 7, "{shown}");
     assert!(shown["controllers"].as_object().unwrap().values().all(serde_json::Value::is_null), "{shown}");
-    assert_eq!(cells.fence(), Kind::ProcessGroup);
+    assert_eq!(cells.fence(), ProcessTracking::ProcessGroup);
     let leaf = cells.leaf(&home("wiki"), &Confinement::default()).unwrap();
     assert_eq!(leaf.name(), "demo/wiki/r1");
     assert!(leaf.entrance().born.is_none() && leaf.entrance().tasks.is_empty());
-    let of_tenant = Home { site: None, ..home("wiki") };
+    let of_tenant = CellParent { site: None, ..home("wiki") };
     assert_eq!(cells.leaf(&of_tenant, &Confinement::default()).unwrap().name(), "demo/r2");
 }
 
 #[test]
-fn a_leaf_is_used_again_where_it_is_and_not_before_it_is_released() {
+fn leaf_is_reused_in_its_place_only_after_release() {
     let cells = cells();
     let first = cells.leaf(&home("wiki"), &Confinement::default()).unwrap();
     let second = cells.leaf(&home("wiki"), &Confinement::default()).unwrap();
@@ -72,7 +72,7 @@ fn no_more_leaves_are_kept_than_are_allowed() {
 fn a_worker_stays_where_its_next_request_belongs() {
     let cells = cells();
     let leaf = cells.leaf(&home("wiki"), &Confinement::default()).unwrap();
-    let limits = Limits { cpu_shares: Some(25), ..Limits::default() };
+    let limits = LimitSet { cpu_shares: Some(25), ..LimitSet::default() };
     let slower = Confinement { limits: limits.clone(), ..Confinement::default() };
     assert!(cells.refit(&leaf, &home("wiki"), &slower).unwrap());
     assert_eq!(leaf.limits(), limits);
@@ -91,7 +91,7 @@ fn leaves_of_a_dropped_cell_are_not_used_again() {
     assert!(free.release().unwrap());
     assert_eq!(cells.numbers().free, 1);
     let name = CellName::parse("slow").unwrap();
-    cells.change(&CellChange::Drop { name, controllers: vec![Controller::Cpu] }).unwrap();
+    cells.change(&CellChange::Drop { name, controllers: vec![CgroupController::Cpu] }).unwrap();
     assert_eq!((cells.numbers().free, cells.numbers().named), (0, 0));
     assert!(used.release().unwrap());
     assert_eq!(cells.numbers().free, 0);
@@ -102,7 +102,7 @@ fn leaves_of_a_dropped_cell_are_not_used_again() {
 }
 
 #[test]
-fn what_nothing_runs_in_goes_and_the_rest_stays() {
+fn sweep_removes_empty_cells_and_keeps_the_rest() {
     let cells = cells();
     let used = cells.leaf(&home("wiki"), &Confinement::default()).unwrap();
     let free = cells.leaf(&home("blog"), &Confinement::default()).unwrap();

@@ -1,6 +1,6 @@
-//! What a cell used: the kernel's counters, read from descriptors that stay open.
+//! The use of a cell: the kernel's counters, read from descriptors that stay open.
 //!
-//! Not here: who is told (`process`), what one process counts for itself (`Exit`).
+//! Not here: the readers (`process`), the numbers that one process counts for itself (`Exit`).
 
 use std::fs::File;
 use std::io;
@@ -8,22 +8,23 @@ use std::ops::Sub;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use nagaya_cmdb::cell::Usage;
+use nagaya_records::cell::RequestUsage;
 use rustix::process::Pid;
 
-/// Longest text of a file that is read. `io.stat` has a line of about 100 bytes for each disk.
+/// Maximum length of a file's text that is read. `io.stat` has a line of about 100 bytes for each
+/// disk.
 const TEXT_LEN_MAX: usize = 8192;
 
-/// Counters that only rise, as long as their directories live.
+/// Counters that only rise while their directories live.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct CellCounters {
     pub cpu_us: u64,
     pub throttled_us: u64,
     pub read_bytes: u64,
     pub write_bytes: u64,
 }
 
-impl Sub for Counters {
+impl Sub for CellCounters {
     type Output = Self;
 
     fn sub(self, earlier: Self) -> Self {
@@ -36,33 +37,32 @@ impl Sub for Counters {
     }
 }
 
-impl From<Counters> for Usage {
-    fn from(counters: Counters) -> Self {
-        let Counters { cpu_us, throttled_us, read_bytes, write_bytes } = counters;
+impl From<CellCounters> for RequestUsage {
+    fn from(counters: CellCounters) -> Self {
+        let CellCounters { cpu_us, throttled_us, read_bytes, write_bytes } = counters;
         Self { cpu_us, throttled_us, read_bytes, write_bytes, demoted: 0 }
     }
 }
 
-/// A file with counters, and how it is read.
+/// A file with counters, and its format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub enum CounterSource {
     /// v1: nanoseconds.
     CpuacctUsage,
     /// v2, with or without the controller: `usage_usec`.
     CpuStatUsage,
-    /// v1 and v2, since Linux 6.6: all the time something in it could not run for want of quota, its own or that of
-    /// a directory above.
+    /// v1 and v2, since Linux 6.6: all time throttled by its own quota or an ancestor's.
     CpuStatLocal,
-    /// v1 and v2: for want of its own quota.
+    /// v1 and v2: throttled by its own quota.
     CpuStatThrottled,
-    /// v1: of this directory alone, and beneath it too.
+    /// v1: of this directory alone, and of those below it, too.
     BlkioBytes,
     BlkioBytesRecursive,
     /// v2.
     IoStat,
 }
 
-impl Source {
+impl CounterSource {
     pub fn file(self) -> &'static str {
         match self {
             Self::CpuacctUsage => "cpuacct.usage",
@@ -74,8 +74,8 @@ impl Source {
         }
     }
 
-    /// Adds what the text of the file says.
-    fn read(self, text: &str, into: &mut Counters) {
+    /// Adds the values in the text of the file.
+    fn read(self, text: &str, into: &mut CellCounters) {
         match self {
             Self::CpuacctUsage => into.cpu_us += text.trim_end().parse::<u64>().unwrap_or(0) / 1000,
             Self::CpuStatUsage => into.cpu_us += keyed(text, "usage_usec").unwrap_or(0),
@@ -111,20 +111,20 @@ impl Source {
     }
 }
 
-/// The number behind this key, in a file of one `key value` per line.
+/// Returns the number of this key, in a file of one `key value` per line.
 pub fn keyed(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 /// The open files of one cell.
 #[derive(Debug, Default)]
-pub struct Meter {
-    sources: Vec<(Source, File)>,
+pub struct CellMeter {
+    sources: Vec<(CounterSource, File)>,
 }
 
-impl Meter {
-    /// Adds a file of this directory, if it has it.
-    pub fn add(&mut self, source: Source, dir: &Path) -> io::Result<bool> {
+impl CellMeter {
+    /// Adds a file of this directory, if it exists.
+    pub fn add(&mut self, source: CounterSource, dir: &Path) -> io::Result<bool> {
         match File::open(dir.join(source.file())) {
             Ok(file) => self.sources.push((source, file)),
             Err(error) if error.kind() == io::ErrorKind::NotFound && dir.exists() => return Ok(false),
@@ -133,9 +133,9 @@ impl Meter {
         Ok(true)
     }
 
-    /// An error of `ENODEV`: somebody removed the directory.
-    pub fn read(&self) -> io::Result<Counters> {
-        let mut counters = Counters::default();
+    /// Reads the counters. Error `ENODEV`: somebody removed the directory.
+    pub fn read(&self) -> io::Result<CellCounters> {
+        let mut counters = CellCounters::default();
         let mut buffer = [0; TEXT_LEN_MAX];
         for (source, file) in &self.sources {
             let len = file.read_at(&mut buffer, 0)?;
@@ -145,10 +145,11 @@ impl Meter {
     }
 }
 
-/// Bytes these processes, and the children they waited for, read from and caused to be written to disks
-/// (`/proc/PID/io`, proc_pid_io(5)). Who is gone, or must not be looked at, counts nothing.
-pub fn of_processes(pids: &[Pid]) -> Counters {
-    let mut counters = Counters::default();
+/// Returns the bytes that these processes, and the children they waited for, read from and wrote to
+/// disks (`/proc/PID/io`, proc_pid_io(5)). Processes that are gone, or must not be read, count
+/// nothing.
+pub fn of_processes(pids: &[Pid]) -> CellCounters {
+    let mut counters = CellCounters::default();
     for pid in pids {
         let text = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_nonzero())).unwrap_or_default();
         let of = |key| keyed(&text, key).unwrap_or(0);
@@ -158,14 +159,14 @@ pub fn of_processes(pids: &[Pid]) -> Counters {
     counters
 }
 
-/// The share of the last ten seconds in which something waited, in percent: `some avg10=1.53 avg60=...`
-/// (Documentation/accounting/psi.rst).
+/// Returns the share of the last ten seconds in which something waited, in percent: `some
+/// avg10=1.53 avg60=...` (Documentation/accounting/psi.rst).
 pub fn pressure(text: &str) -> Option<f64> {
     let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
     some.split(' ').find_map(|word| word.strip_prefix("avg10=")?.parse().ok())
 }
 
-/// All the time in which some of it waited, microseconds: the `total=` of the same line.
+/// Returns all time in which some of it waited, microseconds: the `total=` of the same line.
 pub fn waited_us(text: &str) -> Option<u64> {
     let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
     some.split(' ').find_map(|word| word.strip_prefix("total=")?.trim_end().parse().ok())
@@ -175,17 +176,18 @@ pub fn waited_us(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn read(source: Source, text: &str) -> Counters {
-        let mut counters = Counters::default();
+    fn read(source: CounterSource, text: &str) -> CellCounters {
+        let mut counters = CellCounters::default();
         source.read(text, &mut counters);
         counters
     }
 
     #[test]
     fn counters_of_both_versions_are_read() {
-        let cpu = |cpu_us| Counters { cpu_us, ..Counters::default() };
-        let throttled = |throttled_us| Counters { throttled_us, ..Counters::default() };
-        let bytes = |read_bytes, write_bytes| Counters { read_bytes, write_bytes, ..Counters::default() };
+        let cpu = |cpu_us| CellCounters { cpu_us, ..CellCounters::default() };
+        let throttled = |throttled_us| CellCounters { throttled_us, ..CellCounters::default() };
+        let bytes =
+            |read_bytes, write_bytes| CellCounters { read_bytes, write_bytes, ..CellCounters::default() };
         let v1_stat =
             "nr_periods 100\nnr_throttled 92\nthrottled_time 301248569\nnr_bursts 0\nburst_time 0\n";
         let v2_stat = "usage_usec 1500\nuser_usec 1000\nsystem_usec 500\nnr_periods 3\nthrottled_usec 77\n";
@@ -193,17 +195,17 @@ mod tests {
                      8:0 Read 10\nTotal 8491008\n";
         let io = "254:0 rbytes=94208 wbytes=8396800 rios=9 wios=8 dbytes=0 dios=0\n8:0 rbytes=10 wbytes=0 rios=1\n";
         for (source, text, expected) in [
-            (Source::CpuacctUsage, "1500999\n", cpu(1500)),
-            (Source::CpuStatUsage, v2_stat, cpu(1500)),
-            (Source::CpuStatThrottled, v1_stat, throttled(301_248)),
-            (Source::CpuStatThrottled, v2_stat, throttled(77)),
-            (Source::CpuStatLocal, "throttled_time 301248569\n", throttled(301_248)),
-            (Source::CpuStatLocal, "throttled_usec 12\n", throttled(12)),
-            (Source::BlkioBytes, blkio, bytes(94_218, 8_396_800)),
-            (Source::BlkioBytes, "Total 0\n", bytes(0, 0)),
-            (Source::IoStat, io, bytes(94_218, 8_396_800)),
-            (Source::IoStat, "", bytes(0, 0)),
-            (Source::CpuacctUsage, "nonsense", cpu(0)),
+            (CounterSource::CpuacctUsage, "1500999\n", cpu(1500)),
+            (CounterSource::CpuStatUsage, v2_stat, cpu(1500)),
+            (CounterSource::CpuStatThrottled, v1_stat, throttled(301_248)),
+            (CounterSource::CpuStatThrottled, v2_stat, throttled(77)),
+            (CounterSource::CpuStatLocal, "throttled_time 301248569\n", throttled(301_248)),
+            (CounterSource::CpuStatLocal, "throttled_usec 12\n", throttled(12)),
+            (CounterSource::BlkioBytes, blkio, bytes(94_218, 8_396_800)),
+            (CounterSource::BlkioBytes, "Total 0\n", bytes(0, 0)),
+            (CounterSource::IoStat, io, bytes(94_218, 8_396_800)),
+            (CounterSource::IoStat, "", bytes(0, 0)),
+            (CounterSource::CpuacctUsage, "nonsense", cpu(0)),
         ] {
             assert_eq!(read(source, text), expected, "{source:?}");
         }

@@ -4,8 +4,8 @@
 
 use super::*;
 
-fn files() -> Files {
-    Files { root: "www".into(), front_controller: Some("front.pl".into()), ..Files::default() }
+fn files() -> FileRoot {
+    FileRoot { root: "www".into(), front_controller: Some("front.pl".into()), ..FileRoot::default() }
 }
 
 #[test]
@@ -13,7 +13,7 @@ fn programs_inside_the_root_with_the_right_ending_are_accepted() {
     for good in ["a.cgi", "cgi-bin/a.cgi", "a b/ü.cgi", "..a/b..cgi.cgi", "front.pl", ".cgi"] {
         assert_eq!(check_script(&files(), good), Ok(()), "{good}");
     }
-    let own = Files { extensions: vec![".pl".into(), ".py".into()], ..files() };
+    let own = FileRoot { extensions: vec![".pl".into(), ".py".into()], ..files() };
     assert!(check_script(&own, "x.py").is_ok());
     assert!(check_script(&own, "x.cgi").is_err());
 }
@@ -37,14 +37,14 @@ fn names_that_leave_the_root_or_are_no_programs_are_refused() {
         &long,
     ] {
         let fault = check_script(&files(), bad).unwrap_err();
-        assert_eq!((fault.failure, fault.code), (Failure::Invalid, fault::SCRIPT_NAME), "{bad}");
+        assert_eq!((fault.failure, fault.code), (FailureKind::Invalid, fault::SCRIPT_NAME), "{bad}");
         assert!(fault.message.len() < 1000, "{bad}");
     }
 }
 
 #[test]
 fn an_empty_ending_does_not_make_every_file_a_program() {
-    let empty = Files { extensions: vec![String::new()], ..files() };
+    let empty = FileRoot { extensions: vec![String::new()], ..files() };
     assert!(check_script(&empty, "a.txt").is_err());
 }
 
@@ -118,7 +118,7 @@ fn variables_that_steer_loaders_and_shells_are_refused() {
         "HTTP_Ä",
     ] {
         let fault = build(&[(name, "x")]).unwrap_err();
-        assert_eq!((fault.failure, fault.code), (Failure::Invalid, fault::ENVIRONMENT), "{name}");
+        assert_eq!((fault.failure, fault.code), (FailureKind::Invalid, fault::ENVIRONMENT), "{name}");
     }
     assert!(build(&[("HTTP_A", "x\0y")]).is_err());
     assert!(build(&[("HTTP_A", "x"), ("HTTP_A", "y")]).is_err());

@@ -1,45 +1,47 @@
-//! The files that are an enclosure's own: opened in the node's mounts, and put in place in a copy of them.
+//! An enclosure's own files: opened in the node's mounts, and attached in a copy of them.
 //!
-//! Changes of the node's mounts reach the copy, none of the copy reaches the node. Not here: which namespaces there are
-//! (`super`).
+//! Changes of the node's mounts reach the copy, and changes of the copy do not reach the node. Not
+//! here: the set of namespaces (`super`).
 
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, chown};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountPropagationFlags, mount_change};
 
-use crate::sandbox;
-use crate::sys::Identity;
+use crate::sys::UnixIdentity;
+use crate::{mail, sandbox};
 
-/// Directories that all users of a machine share, and here each tenant has for itself. The first two are one.
+/// Directories that all users of a machine share, and that each tenant has for itself here. The
+/// first two are one.
 pub const SCRATCH: [&str; 2] = ["/tmp", "/var/tmp"];
 
 const SHARED_MEMORY: &str = "/dev/shm";
 const PROC: &str = "/proc";
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// Bytes of a tenant's `/dev/shm`.
+/// Size of a tenant's `/dev/shm`, bytes.
 const SHM_BYTES_MAX: u64 = 64 << 20;
 
-/// Mounts that are attached nowhere yet, with their places. They are put there in this order.
-pub struct Sources {
+/// Detached mounts with their paths, attached in this order.
+pub struct EnclosureMounts {
     mounts: Vec<(OwnedFd, PathBuf)>,
-    /// The tenant's home, where it lies in a directory that becomes its own.
+    /// The tenant's home, if it is in a directory that becomes its own.
     home: Option<(OwnedFd, PathBuf)>,
 }
 
-/// `directory`: of the tenant's, made if it is missing. `resolver`: a file of the keeper's in the place of the node's.
+/// `directory`: of the tenant's, made if it is missing. `resolver`: a file of the keeper's that
+/// replaces the node's.
 pub fn open(
-    owner: Identity,
+    owner: UnixIdentity,
     home: Option<&Path>,
     directory: Option<&Path>,
     resolver: Option<&Path>,
-) -> io::Result<Sources> {
+) -> io::Result<EnclosureMounts> {
     let mut mounts = Vec::new();
     let is_there = |path: &str| Path::new(path).is_dir();
     if let Some(directory) = directory {
@@ -49,7 +51,7 @@ pub fn open(
             mounts.push((sandbox::detached(&scratch, true)?, place.into()));
         }
     }
-    let Identity { uid, gid } = owner;
+    let UnixIdentity { uid, gid } = owner;
     if is_there(SHARED_MEMORY) {
         mounts.push((sandbox::memory(uid, gid, "1777", SHM_BYTES_MAX)?, SHARED_MEMORY.into()));
     }
@@ -62,11 +64,43 @@ pub fn open(
         Some(home) if directory.is_some() => Some((sandbox::detached(home, true)?, home.to_owned())),
         _ => None,
     };
-    Ok(Sources { mounts, home })
+    Ok(EnclosureMounts { mounts, home })
 }
 
-/// It stays what it is over restarts, as `/tmp` does. Only root comes to it by its path.
-fn make_scratch(path: &Path, owner: Identity) -> io::Result<()> {
+/// Returns the path of nagaya's own `sendmail` for programs, whatever the node has.
+fn sendmail_place(runtime: &Path) -> PathBuf {
+    runtime.join("sendmail")
+}
+
+const USUAL_SENDMAIL: &str = "/usr/sbin/sendmail";
+
+/// Makes the file over which it is mounted.
+pub fn make_sendmail_place(runtime: &Path) -> io::Result<()> {
+    let path = sendmail_place(runtime);
+    fs::write(&path, "#!/bin/sh\necho nagaya relays no mail here >&2; exit 69\n")?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
+}
+
+impl EnclosureMounts {
+    /// Replaces a mail server's `sendmail`, or adds it at the keeper's path if there is none.
+    /// Returns its path. `None` if no path is possible, and programs have to speak SMTP.
+    pub fn add_sendmail(&mut self, runtime: &Path) -> io::Result<Option<PathBuf>> {
+        let Some(program) = mail::program() else { return Ok(None) };
+        let usual = Path::new(USUAL_SENDMAIL);
+        // A mail server's may be a link (Debian's `alternatives` and Exim).
+        let (place, found_at) = match fs::canonicalize(usual) {
+            Ok(place) if place.is_file() => (place, usual.to_owned()),
+            // The keeper's path is in a directory that this tenant has for itself.
+            _ if super::is_in_scratch(runtime) => return Ok(None),
+            _ => (sendmail_place(runtime), sendmail_place(runtime)),
+        };
+        self.mounts.push((sandbox::detached(program, false)?, place));
+        Ok(Some(found_at))
+    }
+}
+
+/// Makes a directory that survives restarts, as `/tmp` does. Only root reaches it by its path.
+fn make_scratch(path: &Path, owner: UnixIdentity) -> io::Result<()> {
     if let Some(above) = path.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(above)?;
     }
@@ -77,8 +111,8 @@ fn make_scratch(path: &Path, owner: Identity) -> io::Result<()> {
     chown(path, Some(owner.uid), Some(owner.gid))
 }
 
-/// Puts them in place in the mount namespace of this thread, which must be a copy of its own.
-pub fn put(sources: &Sources) -> io::Result<()> {
+/// Attaches them in this thread's mount namespace, which must be a copy of its own.
+pub fn put(sources: &EnclosureMounts) -> io::Result<()> {
     mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
     for (mount, place) in &sources.mounts {
         let failed =
@@ -93,7 +127,8 @@ pub fn put(sources: &Sources) -> io::Result<()> {
     sandbox::attach_to(mount, &target)
 }
 
-/// The directory at this path, made if it is missing. No link of the tenant's is followed on the way.
+/// Opens the directory at this path, made if it is missing. No link of the tenant's is followed on
+/// the way.
 fn make_place(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let scratch =

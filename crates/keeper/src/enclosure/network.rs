@@ -1,20 +1,24 @@
-//! The network of an enclosure: loopback, services of the node at their usual ports of it, and the outside by the relay.
+//! The network of an enclosure: loopback, services of the node at their usual ports, and the
+//! outside through the relay.
 //!
 //! Not here: passing on (`relay`), sockets at addresses (`sandbox`).
 
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::record::{Endpoint, EndpointHost};
+use nagaya_base::{CallerReach, OwnCaller};
+use nagaya_records::record::{EndpointHost, NetworkEndpoint};
 
+use crate::mail::{MAIL_PORT, MailSender};
 use crate::options::ProgramOptions;
-use crate::relay::Ways;
+use crate::relay::{EgressSockets, OwnSites};
 use crate::sandbox::{self, RESOLVER};
 
-/// The file that is in the place of `/etc/resolv.conf`.
+/// Returns the path of the file that replaces `/etc/resolv.conf`.
 pub fn resolver(runtime: &Path) -> PathBuf {
     runtime.join("resolv.conf")
 }
@@ -26,26 +30,50 @@ pub fn write_resolver(runtime: &Path) -> io::Result<()> {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o644))
 }
 
-/// Opens what leads out of the network this thread is in.
-pub fn open(programs: &ProgramOptions) -> io::Result<Ways> {
+/// Opens the ways out of this thread's network. If `sender` names a sender, the relay replaces a
+/// shared port for mail.
+pub fn open(programs: &ProgramOptions, uid: u32, sender: Option<MailSender>) -> io::Result<EgressSockets> {
     sandbox::raise_loopback()?;
-    let mut ports: Vec<u16> = programs.local_ports.iter().chain(&programs.own_ports).copied().collect();
-    ports.sort_unstable();
-    ports.dedup();
+    let caller = OwnCaller::new(uid, CallerReach::AllSites);
+    let own_sites = OwnSites::new(&programs.own_addresses, caller);
+    let mut own_ports = Vec::new();
+    for port in own_sites.ports() {
+        own_ports.extend(listen(port)?.into_iter().map(|listener| (listener, port)));
+    }
+    let mut shared_ports = programs.local_ports.clone();
+    shared_ports.sort_unstable();
+    shared_ports.dedup();
+    let mail = if sender.is_some() { listen(MAIL_PORT)? } else { Vec::new() };
+    let is_taken = |port: u16| own_sites.ports().contains(&port) || (sender.is_some() && port == MAIL_PORT);
     let mut places = Vec::new();
-    for port in ports {
-        let place = Endpoint { host: EndpointHost::Address(Ipv4Addr::LOCALHOST.into()), port };
-        let addresses = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
-        for address in addresses {
-            match sandbox::listen_here(SocketAddr::new(address, port)) {
-                Ok(listener) => places.push((listener, place.clone())),
-                // Where IPv6 is turned off nobody connects by it.
-                Err(error) if address.is_ipv6() => tracing::debug!(%error, port, "no IPv6 in an enclosure"),
-                Err(error) => return Err(error),
-            }
-        }
+    for port in shared_ports.iter().copied().filter(|port| !is_taken(*port)) {
+        let place = NetworkEndpoint { host: EndpointHost::Address(Ipv4Addr::LOCALHOST.into()), port };
+        places.extend(listen(port)?.into_iter().map(|listener| (listener, place.clone())));
     }
     let outside = Some(sandbox::capture_here()?);
-    let (own_ports, shared_ports) = (programs.own_ports.clone(), programs.local_ports.clone());
-    Ok(Ways { places, outside, own_ports, shared_ports, ..Ways::default() })
+    let own_sites = Some(own_sites);
+    Ok(EgressSockets {
+        places,
+        own_ports,
+        mail,
+        sender,
+        outside,
+        own_sites,
+        shared_ports,
+        ..EgressSockets::default()
+    })
+}
+
+/// Listens at this port of the loopback addresses.
+fn listen(port: u16) -> io::Result<Vec<OwnedFd>> {
+    let mut listeners = Vec::new();
+    for address in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+        match sandbox::listen_here(SocketAddr::new(address, port)) {
+            Ok(listener) => listeners.push(listener),
+            // Without IPv6 nobody connects by it.
+            Err(error) if address.is_ipv6() => tracing::debug!(%error, port, "no IPv6 in an enclosure"),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(listeners)
 }

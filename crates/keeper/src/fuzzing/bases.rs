@@ -1,20 +1,21 @@
-//! OCI layouts of tenants: documents, layers, and how those are compressed.
+//! OCI layouts of tenants: documents, layers, and their compression.
 
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Component, Path};
 
+use data_encoding::HEXLOWER;
 use nagaya_base::fuzz::copy_seeds;
 use ring::digest::{SHA256, digest};
 use rustix::fs::MemfdFlags;
 
-use crate::bases::Bounds;
-use crate::bases::layer::{self, Compression, Layer};
-use crate::bases::layout::{self, Index, Manifest, Platform};
-use crate::bases::zstd::Zstd;
+use crate::bases::BaseLimits;
+use crate::bases::layer::{self, Compression, OciLayer};
+use crate::bases::layout::{self, OciIndex, OciManifest, OciPlatform};
+use crate::bases::zstd::ZstdReader;
 
-/// What a layer may unpack to here.
-const BOUNDS: Bounds = Bounds { bytes_max: 4 << 20, entries_max: 1000 };
+/// Limits of unpacked layers here.
+const BOUNDS: BaseLimits = BaseLimits { bytes_max: 4 << 20, entries_max: 1000 };
 
 // === Documents ===
 
@@ -26,12 +27,12 @@ pub(super) fn documents() -> Vec<Vec<u8>> {
     ])
 }
 
-/// A digest that is accepted names a file beside the others and nothing else.
+/// An accepted digest names a file beside the others and nothing else.
 pub(super) fn read_documents(bytes: &[u8]) {
-    let index = layout::parse::<Index>("an index", bytes).map(|index| index.manifests);
-    let manifest = layout::parse::<Manifest>("a manifest", bytes);
+    let index = layout::parse::<OciIndex>("an index", bytes).map(|index| index.manifests);
+    let manifest = layout::parse::<OciManifest>("a manifest", bytes);
     let manifest = manifest.map(|manifest| [vec![manifest.config], manifest.layers].concat());
-    let _ = layout::parse::<Platform>("a configuration", bytes);
+    let _ = layout::parse::<OciPlatform>("a configuration", bytes);
     for one in [index, manifest].into_iter().flatten().flatten() {
         let Ok(one) = one.checked() else { continue };
         assert_eq!(one.sha256.len(), 64);
@@ -41,7 +42,7 @@ pub(super) fn read_documents(bytes: &[u8]) {
 
 // === Layers ===
 
-/// A header of a tar file, with its checksum, and what follows.
+/// Builds a header of a tar file, with its checksum, and the content.
 fn tar_entry(name: &[u8], kind: u8, link: &[u8], content: &[u8]) -> Vec<u8> {
     let mut header = [0; 512];
     header[..name.len()].copy_from_slice(name);
@@ -88,17 +89,17 @@ pub(super) fn layers() -> Vec<Vec<u8>> {
     ]
 }
 
-/// The first byte says how it is compressed. Whatever it has leads to no place outside of the tree.
+/// The first byte selects the compression. No content leads to a place outside of the tree.
 pub(super) fn read_layer(bytes: &[u8]) {
     let Some((kind, content)) = bytes.split_first() else { return };
     let compression = [Compression::None, Compression::Gzip, Compression::Zstd][usize::from(kind % 3)];
-    let sha256 = layout::hex(digest(&SHA256, content).as_ref());
+    let sha256 = HEXLOWER.encode(digest(&SHA256, content).as_ref());
     let Ok(fd) = rustix::fs::memfd_create("layer", MemfdFlags::CLOEXEC) else { return };
     let mut file = File::from(fd);
     if file.write_all(content).is_err() {
         return;
     }
-    let mut layer = Layer { file, sha256: &sha256, len: content.len() as u64, compression };
+    let mut layer = OciLayer { file, sha256: &sha256, len: content.len() as u64, compression };
     let (mut left, mut entries) = (BOUNDS, 0);
     let _ = layer.read(&mut left, BOUNDS, |path, _, content| {
         entries += 1;
@@ -117,7 +118,7 @@ fn check_beneath(path: &Path) {
 }
 
 pub(super) fn zstd_frames() -> Vec<Vec<u8>> {
-    // A raw block, a run, a frame that is passed over, and a window that is too large.
+    // A raw block, a run, a skipped frame, and a window that is too large.
     copy_seeds(&[
         b"\x28\xb5\x2f\xfd\x20\x05\x29\x00\x00hello",
         b"\x28\xb5\x2f\xfd\x20\x05\x2b\x00\x00h",
@@ -129,5 +130,5 @@ pub(super) fn zstd_frames() -> Vec<Vec<u8>> {
 
 pub(super) fn read_zstd(bytes: &[u8]) {
     let mut plain = Vec::new();
-    let _ = Zstd::new(bytes).take(BOUNDS.bytes_max).read_to_end(&mut plain);
+    let _ = ZstdReader::new(bytes).take(BOUNDS.bytes_max).read_to_end(&mut plain);
 }

@@ -1,4 +1,4 @@
-//! Images of applications: files of CRIU, and what another node sends of them.
+//! Images of applications: files of CRIU, and data that another node sends.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -6,19 +6,18 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path};
 
 use nagaya_base::fuzz::copy_seeds;
-use nagaya_cmdb::SiteName;
+use nagaya_records::SiteName;
 
 use crate::image::Digest;
-use crate::image::archive::Head;
-use crate::image::checkpoint::Known;
-use crate::image::file_list::{self, FileList};
-use crate::image::header::{Content, Environment, Header, Subject};
-use crate::image::mapped::Mapped;
-use crate::image::mappings::Mappings;
-use crate::image::memory;
-use crate::image::order::{self, ClusterKey, TransferEnd};
-use crate::image::pagemap::Pagemap;
-use crate::instances::carried;
+use crate::image::format::archive::ArchiveHead;
+use crate::image::format::file_list::{self, FileList};
+use crate::image::format::header::{ImageEnvironment, ImageFile, ImageHeader, ImageSubject, KnownFd};
+use crate::image::format::mappings::MappingList;
+use crate::image::format::memory_plan::MappedMemory;
+use crate::image::format::pagemap::Pagemap;
+use crate::image::rewrite::memory;
+use crate::image::transfer::order::{self, ClusterKey, TransferEnd};
+use crate::instances::run::volatile_files;
 use crate::sandbox::shm;
 
 const PAGE_LEN: u64 = 4096;
@@ -28,13 +27,13 @@ const PAGE_LEN: u64 = 4096;
 fn header() -> String {
     let digest = Digest::of(&[b"x"]);
     let (site, release) = ("shop".into(), "7".into());
-    let subject = Subject { site, release, definition: digest, base: digest, uid: 1001, gid: 1001 };
+    let subject = ImageSubject { site, release, definition: digest, base: digest, uid: 1001, gid: 1001 };
     let environment =
-        Environment { kernel: "6.1".into(), processor: digest, criu: "4.1".into(), criu_build: digest };
-    let files = BTreeMap::from([("pages-1.img".into(), Content { bytes: 5, digest })]);
-    let handed = vec![Known { name: "socket:[1]".into(), nonblocking: true }];
-    let mapped = Mapped { files: vec!["pages-1.img".into()], ranges: vec![(4096, 8192)] };
-    let header = Header { subject, environment, taken_at: 1, handed, files, mapped, shared: Vec::new() };
+        ImageEnvironment { kernel: "6.1".into(), processor: digest, criu: "4.1".into(), criu_build: digest };
+    let files = BTreeMap::from([("pages-1.img".into(), ImageFile { bytes: 5, digest })]);
+    let handed = vec![KnownFd { name: "socket:[1]".into(), nonblocking: true }];
+    let mapped = MappedMemory { files: vec!["pages-1.img".into()], ranges: vec![(4096, 8192)] };
+    let header = ImageHeader { subject, environment, taken_at: 1, handed, files, mapped, shared: Vec::new() };
     serde_json::to_string(&header).unwrap_or_default()
 }
 
@@ -45,41 +44,41 @@ pub(super) fn headers() -> Vec<Vec<u8>> {
     vec![header().into_bytes(), shared.into_bytes(), large.into_bytes(), b"{}".to_vec()]
 }
 
-/// The text without its first line, which has its digest.
+/// Reads the text without its first line, which has its digest.
 pub(super) fn read_header(bytes: &[u8]) {
     let Ok(body) = std::str::from_utf8(bytes) else { return };
-    let _ = (Header::decode(body), Header::read_unverified(body));
-    let Ok(header) = Header::decode(&Header::frame(body)) else { return };
+    let _ = (ImageHeader::decode(body), ImageHeader::read_unverified(body));
+    let Ok(header) = ImageHeader::decode(&ImageHeader::frame(body)) else { return };
     let is_plain = |name: &String| !name.contains('/') && name != "." && name != "..";
     assert!(header.files.keys().all(is_plain));
     let _ = (header.bytes(), header.subject.id());
     let written = header.encode().expect("what was JSON is JSON again");
-    assert_eq!(Header::decode(&written), Ok(header));
+    assert_eq!(ImageHeader::decode(&written), Ok(header));
 }
 
 pub(super) fn archives() -> Vec<Vec<u8>> {
-    let text = Header::frame(&header());
-    let archive = Head::frame(&text, b"beside");
+    let text = ImageHeader::frame(&header());
+    let archive = ArchiveHead::frame(&text, b"beside");
     vec![
         archive.clone(),
         archive[..40].to_vec(),
-        Head::frame("", b""),
+        ArchiveHead::frame("", b""),
         b"nagaya-archive 1 99999999 0\n".to_vec(),
     ]
 }
 
-/// What is read of an archive's beginning is read from as many bytes as it has, and from no fewer.
+/// The head of an archive needs exactly its own number of bytes, and no fewer.
 pub(super) fn read_archive(bytes: &[u8]) {
-    if let Ok(Some((head, len))) = Head::decode(bytes) {
+    if let Ok(Some((head, len))) = ArchiveHead::decode(bytes) {
         let _ = (head.bytes(), head.digest());
-        assert_eq!(Head::decode(&bytes[..len]), Ok(Some((head, len))));
-        assert_eq!(Head::decode(&bytes[..len - 1]), Ok(None));
+        assert_eq!(ArchiveHead::decode(&bytes[..len]), Ok(Some((head, len))));
+        assert_eq!(ArchiveHead::decode(&bytes[..len - 1]), Ok(None));
     }
     // Past the digest of the header.
     let Ok(body) = std::str::from_utf8(bytes) else { return };
-    let text = Header::frame(body);
-    let framed = Head::frame(&text, &bytes[..bytes.len() / 2]);
-    if let Ok(Some((head, len))) = Head::decode(&framed) {
+    let text = ImageHeader::frame(body);
+    let framed = ArchiveHead::frame(&text, &bytes[..bytes.len() / 2]);
+    if let Ok(Some((head, len))) = ArchiveHead::decode(&framed) {
         assert_eq!((head.encode(), len), (framed.clone(), framed.len()));
         let _ = head.bytes();
     }
@@ -94,7 +93,7 @@ pub(super) fn orders() -> Vec<Vec<u8>> {
     vec![wording.into(), wording.replace("\"a\"", "\"../a\"").into(), format!("00 {wording}").into_bytes()]
 }
 
-/// As a text that came, and as one that a member has signed.
+/// Reads it as a received text, and as one that a member has signed.
 pub(super) fn read_order(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     let Ok(site) = SiteName::new("shop") else { return };
@@ -109,7 +108,7 @@ pub(super) fn read_order(bytes: &[u8]) {
 
 // === Files of CRIU ===
 
-/// Messages of CRIU, each with its length.
+/// Builds messages of CRIU, each with its length.
 fn framed(magic: [u8; 8], messages: &[&[u8]]) -> Vec<u8> {
     let mut bytes = magic.to_vec();
     for message in messages {
@@ -149,11 +148,11 @@ pub(super) fn mappings() -> Vec<Vec<u8>> {
 
 pub(super) fn read_mappings(bytes: &[u8]) {
     let _ = memory::memfds(bytes);
-    let Ok(list) = Mappings::decode(bytes) else { return };
+    let Ok(list) = MappingList::decode(bytes) else { return };
     let _ = memory::wrong(&list.all, &HashSet::from([1]));
     let other = list.with(list.all.clone(), list.program.wrapping_add(1));
     for list in [list, other] {
-        let again = Mappings::decode(&list.encode()).expect("what we write we read");
+        let again = MappingList::decode(&list.encode()).expect("what we write we read");
         assert_eq!((again.all, again.program), (list.all, list.program));
     }
 }
@@ -168,7 +167,7 @@ pub(super) fn file_lists() -> Vec<Vec<u8>> {
     vec![framed(magic, &[&entry, pipe]), framed(magic, &[]), entry]
 }
 
-/// What is added twice is the same file under another number.
+/// An entry that is added twice is the same file under another number.
 pub(super) fn read_file_list(bytes: &[u8]) {
     let _ = file_list::unnamed(bytes);
     if let Ok(changed) = file_list::renumbered(bytes, 2, 77, Some(3)) {
@@ -211,9 +210,9 @@ pub(super) fn carried() -> Vec<Vec<u8>> {
     ])
 }
 
-/// Nothing of what is accepted is written outside of the directories.
+/// Nothing accepted is written outside of the directories.
 pub(super) fn read_carried(bytes: &[u8]) {
-    let Ok(entries) = carried::check(bytes, 2) else { return };
+    let Ok(entries) = volatile_files::check(bytes, 2) else { return };
     for entry in &entries {
         let path = Path::new(OsStr::from_bytes(&entry.path));
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -231,6 +230,6 @@ pub(super) fn criu_logs() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn read_criu_log(bytes: &[u8]) {
-    let reason = crate::image::log::reason(bytes).expect("memory can be read");
+    let reason = crate::image::criu::log::reason(bytes).expect("memory can be read");
     assert!(reason.line.chars().count() <= 300 && !reason.line.contains('\n'));
 }

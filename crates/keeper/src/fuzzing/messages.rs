@@ -1,16 +1,16 @@
 //! Messages between the keeper's processes, with the edge, and from the kernel.
 
 use nagaya_base::fuzz::copy_seeds;
+use nagaya_keeper_api::codec::{decode, encode};
+use nagaya_keeper_api::protocol::{KeeperMessage, Verb, VerbCall};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::codec::{decode, encode};
-use crate::instances::holder::diag;
-use crate::netlink;
-use crate::protocol::{Answer, Ask};
+use crate::confinement::{check, check_changes, check_giving_way};
+use crate::netlink::{route, sock_diag};
 use crate::sandbox::order;
 
-/// What is accepted must mean one thing: written out again, it is read as the same.
+/// Accepted input must have one meaning: written out again, it is read as the same.
 fn check_same<T: DeserializeOwned + Serialize>(bytes: &[u8]) {
     let Ok(message) = decode::<T>(bytes) else { return };
     let written = encode(&message).expect("what came in one message fits in one");
@@ -18,7 +18,7 @@ fn check_same<T: DeserializeOwned + Serialize>(bytes: &[u8]) {
     assert_eq!(encode(&again).expect("as before"), written);
 }
 
-/// The first number chooses a variant: each has a seed, and zeros for what follows.
+/// The first number selects a variant: each has a seed, with zeros as its content.
 fn variants(count: u8) -> Vec<Vec<u8>> {
     (0..count).map(|variant| [&[variant][..], &[0; 40]].concat()).collect()
 }
@@ -31,8 +31,16 @@ pub(super) fn asks() -> Vec<Vec<u8>> {
     seeds
 }
 
-pub(super) fn read_ask(bytes: &[u8]) {
-    check_same::<Ask>(bytes);
+/// A message that decodes is checked as the keeper checks it.
+pub(crate) fn read_ask(bytes: &[u8]) {
+    check_same::<VerbCall>(bytes);
+    let Ok(ask) = decode::<VerbCall>(bytes) else { return };
+    let _acceptable = match &ask.verb {
+        Verb::SpawnCgi { confinement, .. } | Verb::Enter { confinement, .. } => check(confinement),
+        Verb::ChangeCells { changes } => check_changes(changes),
+        Verb::GiveWay { give_way, resume } => check_giving_way(give_way, resume),
+        _ => Ok(()),
+    };
 }
 
 pub(super) fn answers() -> Vec<Vec<u8>> {
@@ -42,20 +50,20 @@ pub(super) fn answers() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn read_answer(bytes: &[u8]) {
-    check_same::<Answer>(bytes);
+    check_same::<KeeperMessage>(bytes);
 }
 
 pub(super) fn channel() -> Vec<Vec<u8>> {
     variants(12)
 }
 
-/// Between the launcher, the first process of a sandbox and the keeper.
+/// Messages between the launcher, the first process of a sandbox and the keeper.
 pub(super) fn read_channel(bytes: &[u8]) {
-    check_same::<order::Order>(bytes);
-    check_same::<order::Ward>(bytes);
-    check_same::<order::Birth>(bytes);
-    check_same::<order::Ask>(bytes);
-    check_same::<order::Told>(bytes);
+    check_same::<order::LauncherCommand>(bytes);
+    check_same::<order::WardenCommand>(bytes);
+    check_same::<order::SandboxBirth>(bytes);
+    check_same::<order::InitRequest>(bytes);
+    check_same::<order::InitReply>(bytes);
 }
 
 pub(super) fn netlink() -> Vec<Vec<u8>> {
@@ -74,10 +82,10 @@ pub(super) fn netlink() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn read_netlink(bytes: &[u8]) {
-    let is_acknowledged = netlink::acknowledged(bytes).is_ok();
-    let kind = netlink::route_kind(bytes);
+    let is_acknowledged = route::acknowledged(bytes).is_ok();
+    let kind = route::route_kind(bytes);
     assert!(!(is_acknowledged && kind.is_ok()), "a message has one meaning");
-    if let Ok(Some(found)) = diag::parse(bytes) {
+    if let Ok(Some(found)) = sock_diag::parse(bytes) {
         assert!(found.name.len() <= bytes.len() && found.peer != Some(0));
     }
 }

@@ -1,14 +1,19 @@
-//! What programs of tenants say, and what the edge sends to PHP workers through the gate.
+//! Output of tenants' programs, and the edge's requests to PHP workers through the gate.
+
+use std::io::{self, Read, Write};
 
 use bytes::BytesMut;
 use nagaya_base::fuzz::copy_seeds;
+use nagaya_keeper_api::fastcgi::{self, FastCgiDecoder, FastCgiEvent};
+use nagaya_records::record::{DatabaseKind, DatabaseTag};
+
+use crate::gate::opening::{AnswerRecords, BodyRecords, CheckedOpening, OPENING_MAX};
+use crate::instances::run::internal_requests;
+use crate::log::lines::{LINE_LEN_MAX, LineSplitter};
+use crate::relay::ask;
+use crate::relay::turns::QueryTracker;
 
 use super::split_step;
-use crate::fastcgi::{self, Decoder, Event};
-use crate::gate::opening::{AnswerRecords, BodyRecords, OPENING_MAX, Opening};
-use crate::instances::get;
-use crate::log::lines::{LINE_LEN_MAX, Lines};
-use crate::relay::turns::Turns;
 
 // === FastCGI: answers ===
 
@@ -37,7 +42,7 @@ struct Answered {
     left: usize,
 }
 
-/// The edge and the gate find the end at the same place, however the answer is cut.
+/// The edge and the gate find the end at the same place, however the response is cut.
 pub(super) fn read_fastcgi(bytes: &[u8]) {
     let Some((step, wire)) = split_step(bytes) else { return };
     let whole = decode_answer(wire, wire.len().max(1));
@@ -55,15 +60,16 @@ pub(super) fn read_fastcgi(bytes: &[u8]) {
     }
 }
 
-/// `None`: this is no answer.
+/// Returns `None` if this is no response.
 fn decode_answer(wire: &[u8], step: usize) -> Option<Answered> {
-    let (mut decoder, mut buffer, mut answered) = (Decoder::default(), BytesMut::new(), Answered::default());
+    let (mut decoder, mut buffer, mut answered) =
+        (FastCgiDecoder::default(), BytesMut::new(), Answered::default());
     let mut pieces = wire.chunks(step);
     loop {
         match decoder.next(&mut buffer).ok()? {
-            Some(Event::Stdout(piece)) => answered.output.extend_from_slice(&piece),
-            Some(Event::Stderr(piece)) => answered.errors.extend_from_slice(&piece),
-            Some(Event::End { app_status }) => {
+            Some(FastCgiEvent::Stdout(piece)) => answered.output.extend_from_slice(&piece),
+            Some(FastCgiEvent::Stderr(piece)) => answered.errors.extend_from_slice(&piece),
+            Some(FastCgiEvent::End { app_status }) => {
                 answered.status = Some(app_status);
                 answered.left = buffer.len() + pieces.map(<[u8]>::len).sum::<usize>();
                 return Some(answered);
@@ -80,7 +86,7 @@ fn decode_answer(wire: &[u8], step: usize) -> Option<Answered> {
 
 pub(super) fn gate_openings() -> Vec<Vec<u8>> {
     let opening = |params: &[(&str, &str)]| {
-        let mut opening = fastcgi::Opening::new(fastcgi::Connection::Kept);
+        let mut opening = fastcgi::RequestOpening::new(fastcgi::ConnectionReuse::Kept);
         params.iter().for_each(|(name, value)| {
             // Each is short.
             let _ = opening.put(name.as_bytes(), value.as_bytes());
@@ -97,17 +103,17 @@ pub(super) fn gate_openings() -> Vec<Vec<u8>> {
     ]
 }
 
-/// What is passed on is what was checked: the same bytes, and no more of a body than it says.
+/// The gate passes on exactly the checked bytes, and no more of a body than its length.
 pub(super) fn read_gate(bytes: &[u8]) {
     let Some((step, wire)) = split_step(bytes) else { return };
     let mut buffer = BytesMut::from(wire);
-    let whole = Opening::take(&mut buffer);
+    let whole = CheckedOpening::take(&mut buffer);
     let (mut pieces, mut taken) = (BytesMut::new(), None);
     let mut passed = 0;
     for piece in wire.chunks(step) {
         pieces.extend_from_slice(piece);
         passed += piece.len();
-        match Opening::take(&mut pieces) {
+        match CheckedOpening::take(&mut pieces) {
             Ok(None) => {}
             other => {
                 taken = other.ok().flatten();
@@ -141,10 +147,10 @@ pub(super) fn turns() -> Vec<Vec<u8>> {
     ])
 }
 
-/// A question is open from its beginning to its answer, and never two are.
+/// A query is open from its beginning to its response, and two are never open.
 pub(super) fn read_turns(bytes: &[u8]) {
     let Some((step, mut said)) = split_step(bytes) else { return };
-    let (mut turns, mut open, mut is_client) = (Turns::default(), 0_i64, step % 2 == 0);
+    let (mut turns, mut open, mut is_client) = (QueryTracker::default(), 0_i64, step % 2 == 0);
     while !said.is_empty() {
         let (piece, rest) = said.split_at(step.min(said.len()));
         if is_client {
@@ -174,7 +180,7 @@ pub(super) fn read_log_lines(bytes: &[u8]) {
 }
 
 fn cut_lines(output: &[u8], step: usize) -> Vec<Vec<u8>> {
-    let (mut lines, mut cut) = (Lines::default(), Vec::new());
+    let (mut lines, mut cut) = (LineSplitter::default(), Vec::new());
     for piece in output.chunks(step) {
         lines.take(piece, |line| cut.push(line.to_vec()));
     }
@@ -187,7 +193,50 @@ pub(super) fn status_lines() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn read_status_line(bytes: &[u8]) {
-    if let Ok(Some(status)) = get::status_of(bytes) {
+    if let Ok(Some(status)) = internal_requests::status_of(bytes) {
         assert!((100..=599).contains(&status) && bytes.starts_with(b"HTTP/1."));
     }
+}
+
+// === Databases: answers to the keeper's own question ===
+
+pub(super) fn database_answers() -> Vec<Vec<u8>> {
+    let mysql =
+        b"\x29\0\0\0\x0a5.5.5-10.11.6-MariaDB\0\x01\0\0\0abcdefgh\0\xff\xf7\x2d\x02\0\x03\0\0\x02\0\0\0\
+        \x01\0\0\x01\x01\x03\0\0\x02\x03de\x05\0\0\x03\xfe\0\0\0\0\x02\0\0\x04\x011\x05\0\0\x05\xfe\0\0\0\0";
+    let postgresql = b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05IT\0\0\0\x06\0\x01D\0\0\0\x0b\0\x01\0\0\0\x011C\0\0\0\x05\0Z\0\0\0\x05I";
+    let redis = b"+OK\r\n*2\r\n$1\r\n1\r\n$-1\r\n";
+    [&mysql[..], postgresql, redis]
+        .into_iter()
+        .enumerate()
+        .map(|(kind, says)| [&[u8::try_from(kind).unwrap_or_default()], says].concat())
+        .collect()
+}
+
+/// A database that receives nothing. Its words are read to an end, and the same each time.
+struct Said<'a>(&'a [u8]);
+
+impl Read for Said<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        self.0.read(to)
+    }
+}
+
+impl Write for Said<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+pub(super) fn read_database_answer(bytes: &[u8]) {
+    let Some((kind, says)) = bytes.split_first() else { return };
+    let kinds = [DatabaseKind::Mysql, DatabaseKind::Postgresql, DatabaseKind::Redis];
+    let kind = kinds[usize::from(*kind) % kinds.len()];
+    let tag = DatabaseTag { kind, user: None, database: Some("1".into()), ask: "SELECT 1".into() };
+    let ask = || ask::converse(Said(says), &tag, "alice").map_err(|error| error.to_string());
+    assert_eq!(ask(), ask());
 }

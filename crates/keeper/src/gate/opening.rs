@@ -1,19 +1,21 @@
-//! The first bytes of a FastCGI request, and the records around its body and its answer. Pure.
+//! The first bytes of a FastCGI request, and the records around its body and its response. Pure.
 //!
-//! The sender may be hostile. Only one form is taken: a begin record of a responder, then parameters, none of which
-//! crosses a record. PHP reads that form as this does (`fcgi_read_request` of `main/fastcgi.c`). Not here: which
-//! parameters are allowed (`scripts`).
+//! The sender may be hostile. Only one form is taken: a begin record of a responder, then
+//! parameters, none of which crosses a record. PHP reads that form as this does
+//! (`fcgi_read_request` of `main/fastcgi.c`). Not here: which parameters are allowed (`scripts`).
 
 use std::collections::HashMap;
 
 use bytes::{Buf, BytesMut};
+use nagaya_keeper_api::fastcgi::{
+    BEGIN_REQUEST, HEADER_LEN, PARAMS, REQUEST_ID, ROLE_RESPONDER, STDIN, VERSION,
+};
 
-use crate::fastcgi::{BEGIN_REQUEST, HEADER_LEN, PARAMS, REQUEST_ID, ROLE_RESPONDER, STDIN, VERSION};
-
-/// Longest opening, in bytes: more than the edge takes of any client's head, with all that is added to it.
+/// Maximum length of an opening, in bytes. It is more than the edge accepts of a client's head,
+/// with its own additions.
 pub const OPENING_MAX: usize = 1 << 20;
 
-/// Where the flags are in an opening: behind the header and the role.
+/// Position of the flags in an opening: behind the header and the role.
 const FLAGS_AT: usize = HEADER_LEN + 2;
 
 /// Length of the content of a begin record.
@@ -33,7 +35,7 @@ const WATCHED: [&[u8]; 8] = [
 
 /// Why a request is not passed on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Violation {
+pub enum RequestViolation {
     #[error("its first record is not the beginning of a responder's request")]
     Beginning,
     #[error("a record of type {0} where none may be")]
@@ -54,66 +56,67 @@ pub enum Violation {
 
 /// A complete opening.
 #[derive(Debug, Default)]
-pub struct Opening {
+pub struct CheckedOpening {
     pub bytes: BytesMut,
-    /// Of `WATCHED`, those it has.
+    /// Parameters of `WATCHED` that it has.
     watched: HashMap<&'static [u8], Vec<u8>>,
 }
 
-impl Opening {
+impl CheckedOpening {
     /// Takes one out of the buffer. `None` if more has to arrive first.
-    pub fn take(buffer: &mut BytesMut) -> Result<Option<Self>, Violation> {
+    pub fn take(buffer: &mut BytesMut) -> Result<Option<Self>, RequestViolation> {
         let Some((len, watched)) = read_opening(buffer)? else {
-            return if buffer.len() > OPENING_MAX { Err(Violation::TooLong) } else { Ok(None) };
+            return if buffer.len() > OPENING_MAX { Err(RequestViolation::TooLong) } else { Ok(None) };
         };
         Ok(Some(Self { bytes: buffer.split_to(len), watched }))
     }
 
-    /// One of the watched parameters.
+    /// Returns one of the watched parameters.
     pub fn param(&self, name: &str) -> Option<&[u8]> {
         self.watched.get(name.as_bytes()).map(Vec::as_slice)
     }
 
-    /// Length of the body in bytes, as PHP will take it. 0 if there is none.
-    pub fn body_len(&self) -> Result<u64, Violation> {
+    /// Returns the length of the body in bytes, as PHP will take it. 0 if there is none.
+    pub fn body_len(&self) -> Result<u64, RequestViolation> {
         let Some(text) = self.param("CONTENT_LENGTH") else { return Ok(0) };
         let digits = std::str::from_utf8(text).ok().filter(|text| text.bytes().all(|b| b.is_ascii_digit()));
-        let refused = || Violation::Refused("such a CONTENT_LENGTH".into());
+        let refused = || RequestViolation::Refused("such a CONTENT_LENGTH".into());
         digits.and_then(|digits| digits.parse().ok()).ok_or_else(refused)
     }
 
-    /// Has PHP close the connection after the request: what it leaves unread of a body is then no request.
+    /// Makes PHP close the connection after the request: an unread part of a body is then no
+    /// request.
     pub fn end_connection(&mut self) {
         self.bytes[FLAGS_AT] = 0;
     }
 }
 
-type Watched = HashMap<&'static [u8], Vec<u8>>;
+type WatchedParameters = HashMap<&'static [u8], Vec<u8>>;
 
-/// Length of the opening and its watched parameters. `None` if it is not complete.
-fn read_opening(bytes: &[u8]) -> Result<Option<(usize, Watched)>, Violation> {
+/// Returns the length of the opening and its watched parameters. `None` if it is not complete.
+fn read_opening(bytes: &[u8]) -> Result<Option<(usize, WatchedParameters)>, RequestViolation> {
     let Some((kind, len)) = read_header(bytes)? else { return Ok(None) };
     if kind != BEGIN_REQUEST || len != BEGIN_LEN {
-        return Err(Violation::Beginning);
+        return Err(RequestViolation::Beginning);
     }
     let mut at = HEADER_LEN + BEGIN_LEN;
     if bytes.len() < at {
         return Ok(None);
     }
     if bytes[HEADER_LEN..FLAGS_AT] != [0, ROLE_RESPONDER] {
-        return Err(Violation::Beginning);
+        return Err(RequestViolation::Beginning);
     }
-    let mut watched = Watched::new();
+    let mut watched = WatchedParameters::new();
     loop {
         let Some((kind, len)) = read_header(&bytes[at..])? else { return Ok(None) };
         if kind != PARAMS {
-            return Err(Violation::Record(kind));
+            return Err(RequestViolation::Record(kind));
         }
         at += HEADER_LEN;
         let Some(content) = bytes.get(at..at + len) else { return Ok(None) };
         at += len;
         if at > OPENING_MAX {
-            return Err(Violation::TooLong);
+            return Err(RequestViolation::TooLong);
         }
         if len == 0 {
             return Ok(Some((at, watched)));
@@ -122,16 +125,17 @@ fn read_opening(bytes: &[u8]) -> Result<Option<(usize, Watched)>, Violation> {
     }
 }
 
-/// Type and content length of the record at the beginning. No padding is taken, as none is needed.
-fn read_header(bytes: &[u8]) -> Result<Option<(u8, usize)>, Violation> {
+/// Returns type and content length of the first record. Padding is not accepted, because none is
+/// needed.
+fn read_header(bytes: &[u8]) -> Result<Option<(u8, usize)>, RequestViolation> {
     let Some(header) = bytes.get(..HEADER_LEN) else { return Ok(None) };
     if header[0] != VERSION || header[2..4] != REQUEST_ID || header[6] != 0 {
-        return Err(Violation::Record(header[1]));
+        return Err(RequestViolation::Record(header[1]));
     }
     Ok(Some((header[1], usize::from(u16::from_be_bytes([header[4], header[5]])))))
 }
 
-fn read_params(mut content: &[u8], watched: &mut Watched) -> Result<(), Violation> {
+fn read_params(mut content: &[u8], watched: &mut WatchedParameters) -> Result<(), RequestViolation> {
     while !content.is_empty() {
         let name_len = take_len(&mut content)?;
         let value_len = take_len(&mut content)?;
@@ -140,14 +144,15 @@ fn read_params(mut content: &[u8], watched: &mut Watched) -> Result<(), Violatio
         if let Some(known) = WATCHED.iter().find(|known| **known == name)
             && watched.insert(known, value.to_vec()).is_some()
         {
-            return Err(Violation::Twice(String::from_utf8_lossy(name).into_owned()));
+            return Err(RequestViolation::Twice(String::from_utf8_lossy(name).into_owned()));
         }
     }
     Ok(())
 }
 
-/// One length: a byte, or four of which the first has its highest bit set (FastCGI 1.0, section 3.4).
-fn take_len(content: &mut &[u8]) -> Result<usize, Violation> {
+/// Takes one length: a byte, or four of which the first has its highest bit set (FastCGI 1.0,
+/// section 3.4).
+fn take_len(content: &mut &[u8]) -> Result<usize, RequestViolation> {
     let first = take(content, 1)?[0];
     if first < 128 {
         return Ok(usize::from(first));
@@ -156,20 +161,20 @@ fn take_len(content: &mut &[u8]) -> Result<usize, Violation> {
     Ok(u32::from_be_bytes([first & 0x7f, rest[0], rest[1], rest[2]]) as usize)
 }
 
-fn take<'c>(content: &mut &'c [u8], len: usize) -> Result<&'c [u8], Violation> {
-    let (taken, rest) = content.split_at_checked(len).ok_or(Violation::Parameter)?;
+fn take<'c>(content: &mut &'c [u8], len: usize) -> Result<&'c [u8], RequestViolation> {
+    let (taken, rest) = content.split_at_checked(len).ok_or(RequestViolation::Parameter)?;
     *content = rest;
     Ok(taken)
 }
 
 // === The body ===
 
-/// The records of a body: no others are passed on before the answer has ended.
+/// The records of a body. No others are passed on before the response has ended.
 #[derive(Debug)]
 pub struct BodyRecords {
-    /// Content that may still come.
+    /// Length of content that may still come.
     left: u64,
-    /// Of the record that is open.
+    /// Rest of the open record.
     open: usize,
 }
 
@@ -178,13 +183,14 @@ impl BodyRecords {
         Self { left: len, open: 0 }
     }
 
-    /// All of it has come, and the last record is complete.
+    /// Whether all of it has come, and the last record is complete.
     pub fn is_complete(&self) -> bool {
         self.left == 0 && self.open == 0
     }
 
-    /// Moves what is complete so far from one buffer to the other: records are checked before their first byte goes.
-    pub fn pass(&mut self, from: &mut BytesMut, to: &mut BytesMut) -> Result<(), Violation> {
+    /// Moves complete parts from one buffer to the other: records are checked before their first
+    /// byte is passed on.
+    pub fn pass(&mut self, from: &mut BytesMut, to: &mut BytesMut) -> Result<(), RequestViolation> {
         loop {
             if self.open > 0 {
                 let len = self.open.min(from.len());
@@ -197,29 +203,29 @@ impl BodyRecords {
             }
             let Some((kind, len)) = read_header(from)? else { return Ok(()) };
             if kind != STDIN {
-                return Err(Violation::Record(kind));
+                return Err(RequestViolation::Record(kind));
             }
-            self.left = self.left.checked_sub(len as u64).ok_or(Violation::Body)?;
+            self.left = self.left.checked_sub(len as u64).ok_or(RequestViolation::Body)?;
             self.open = len;
             to.extend_from_slice(&from.split_to(HEADER_LEN));
         }
     }
 }
 
-// === The answer ===
+// === The response ===
 
-/// Finds the end of an answer. All that PHP says is passed on as it is.
+/// Finds the end of a response. All bytes of PHP's are passed on unchanged.
 #[derive(Debug, Default)]
 pub struct AnswerRecords {
     header: [u8; HEADER_LEN],
     header_len: usize,
-    /// Of the record that is open: content and padding.
+    /// Rest of the open record: content and padding.
     open: usize,
     is_last: bool,
 }
 
 impl AnswerRecords {
-    /// Looks at the next bytes.
+    /// Processes the next bytes.
     pub fn look(&mut self, mut bytes: &[u8]) {
         while !self.has_ended() && !bytes.is_empty() {
             if self.header_len < HEADER_LEN {
@@ -230,7 +236,7 @@ impl AnswerRecords {
                 if self.header_len == HEADER_LEN {
                     let [_, kind, _, _, high, low, padding, _] = self.header;
                     self.open = usize::from(u16::from_be_bytes([high, low])) + usize::from(padding);
-                    self.is_last = kind == crate::fastcgi::END_REQUEST;
+                    self.is_last = kind == nagaya_keeper_api::fastcgi::END_REQUEST;
                 }
             } else {
                 let len = self.open.min(bytes.len());

@@ -1,29 +1,39 @@
-//! Which scripts of which site a PHP worker may be given, by its record and by what is on disk.
+//! The scripts of a site that a PHP worker may be given, by its record and the files on disk.
 //!
 //! Not here: reading the request (`opening`), passing it on (`super`).
 
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use nagaya_cmdb::record::Files;
-use nagaya_cmdb::{Backend, Site, SiteName, Tenant};
+use nagaya_records::record::{FileRoot, LinkPolicy};
+use nagaya_records::{Backend, Site, SiteName, Tenant};
 use parking_lot::RwLock;
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::opening::{Opening, Violation};
 use crate::fault::Fault;
-use crate::roots;
+use crate::paths::roots;
+use crate::paths::tenant_path::PathOwner;
+use crate::sys::UnixIdentity;
 
-/// Ending of the programs of a PHP site.
+use super::opening::{CheckedOpening, RequestViolation};
+
+/// Extension of the programs of a PHP site.
 const EXTENSION: &[u8] = b".php";
 
-/// Tries of a look-up that a rename elsewhere disturbs (`EAGAIN` of `openat2`).
+/// Maximum number of scripts of one worker that are not looked up again, and for how long.
+const SEEN_MAX: usize = 16;
+const SEEN_AGE_MAX: Duration = Duration::from_secs(1);
+
+/// Maximum number of tries of a look-up that a rename elsewhere disturbs (`EAGAIN` of `openat2`).
 const RESOLVE_TRIES: usize = 64;
 
-/// What one worker may be given now. It changes with the site it serves, and with that site's record.
+/// The scripts that one worker may be given now. It changes with the site it serves, and with that
+/// site's record.
 #[derive(Debug)]
 pub struct ScriptRule(RwLock<(SiteName, Option<Arc<SiteScripts>>)>);
 
@@ -37,7 +47,7 @@ impl ScriptRule {
         *self.0.write() = (site, scripts.map(Arc::new));
     }
 
-    /// The site it serves.
+    /// Returns the site it serves.
     pub fn site(&self) -> SiteName {
         self.0.read().0.clone()
     }
@@ -51,27 +61,31 @@ impl ScriptRule {
 #[derive(Debug, PartialEq, Eq)]
 pub struct SiteScripts {
     root: PathBuf,
+    /// Owner with whose rights links out of the root are followed. `None`: the record allows none.
+    link_owner: Option<PathOwner>,
     front_controller: Option<Vec<u8>>,
-    /// Endings of scripts beside `EXTENSION`.
+    /// Extensions of scripts besides `EXTENSION`.
     extensions: Vec<Vec<u8>>,
-    /// What the operator's record sets in their place.
+    /// Script that the operator's record sets instead.
     set_script: Option<Vec<u8>>,
     set_root: Option<Vec<u8>>,
 }
 
 impl SiteScripts {
-    /// `None`: the site is not of kind php.
-    pub fn of(site: &Site, tenant: &Tenant) -> Result<Option<Self>, Fault> {
+    /// Returns `None` if the site is not of kind php.
+    pub fn of(site: &Site, tenant: &Tenant, identity: Option<UnixIdentity>) -> Result<Option<Self>, Fault> {
         let Backend::Php(files) = &site.backend else { return Ok(None) };
-        Ok(Some(Self::new(roots::root_path(files, tenant)?, files)))
+        let link_owner = (files.links == LinkPolicy::Own).then(|| PathOwner::of(tenant, identity));
+        Ok(Some(Self::new(roots::root_path(files, tenant)?, link_owner, files)))
     }
 
-    fn new(root: PathBuf, files: &Files) -> Self {
+    fn new(root: PathBuf, link_owner: Option<PathOwner>, files: &FileRoot) -> Self {
         let set = |name: &str| files.env.get(name).map(|value| value.clone().into_bytes());
         let front = files.front_controller.as_deref().map(|front| front.trim_start_matches('/'));
         Self {
-            // As the edge writes it: without `.` and repeated slashes.
+            // In the edge's form: without `.` and repeated slashes.
             root: root.components().collect(),
+            link_owner,
             extensions: files.extensions.iter().map(|ending| ending.clone().into_bytes()).collect(),
             front_controller: front.map(|front| front.as_bytes().to_vec()),
             set_script: set("SCRIPT_FILENAME"),
@@ -79,27 +93,27 @@ impl SiteScripts {
         }
     }
 
-    /// The path of the request's script beneath the root, if the request may be passed on by what it says. `None`: the
-    /// operator's record names another script.
-    pub fn check<'o>(&self, opening: &'o Opening) -> Result<Option<&'o Path>, Violation> {
+    /// Returns the path of the request's script below the root, if the request may be passed on by
+    /// its parameters. `None`: the operator's record names another script.
+    pub fn check<'o>(&self, opening: &'o CheckedOpening) -> Result<Option<&'o Path>, RequestViolation> {
         for name in ["PHP_VALUE", "PHP_ADMIN_VALUE", "ORIG_SCRIPT_FILENAME"] {
             if opening.param(name).is_some() {
-                return Err(Violation::Refused(name.into()));
+                return Err(RequestViolation::Refused(name.into()));
             }
         }
-        // With both, PHP runs what the first names.
+        // With both, PHP runs the script that the first names.
         if opening.param("PATH_TRANSLATED").is_some() && opening.param("REDIRECT_URL").is_some() {
-            return Err(Violation::Refused("PATH_TRANSLATED with REDIRECT_URL".into()));
+            return Err(RequestViolation::Refused("PATH_TRANSLATED with REDIRECT_URL".into()));
         }
         let root = self.set_root.as_deref().unwrap_or(self.root.as_os_str().as_bytes());
         if opening.param("DOCUMENT_ROOT").is_some_and(|said| said != root) {
-            return Err(Violation::Refused("another DOCUMENT_ROOT".into()));
+            return Err(RequestViolation::Refused("another DOCUMENT_ROOT".into()));
         }
         let script = opening.param("SCRIPT_FILENAME").unwrap_or_default();
         if self.set_script.as_deref() == Some(script) {
             return Ok(None);
         }
-        let refused = || Violation::Script(script.escape_ascii().to_string());
+        let refused = || RequestViolation::Script(script.escape_ascii().to_string());
         self.relative(script).map(Some).ok_or_else(refused)
     }
 
@@ -116,16 +130,65 @@ impl SiteScripts {
         is_ours.then(|| Path::new(OsStr::from_bytes(file)))
     }
 
-    /// Whether the file is there, and no link leads out of the root on the way to it.
+    /// Whether the file exists, and no link leads out of the root on the way to it. Links of the
+    /// tenant's own to the tenant's files are allowed. Then the tenant's script runs, with the
+    /// tenant's rights.
     ///
-    /// `cached_only`: fails with `AGAIN` where a disk would have to be asked, so that it never blocks.
+    /// `cached_only`: fails with `AGAIN` instead of reading a disk, so that it never blocks.
     pub fn is_beneath(&self, file: &Path, cached_only: bool) -> Result<bool, Errno> {
         let cached = if cached_only { ResolveFlags::CACHED } else { ResolveFlags::empty() };
         let plain = ResolveFlags::NO_MAGICLINKS | cached;
         let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = open(CWD, &self.root, directory, plain)?;
-        let found = open(&root, file, OFlags::PATH | OFlags::CLOEXEC, plain | ResolveFlags::BENEATH)?;
+        let found = match open(&root, file, OFlags::PATH | OFlags::CLOEXEC, plain | ResolveFlags::BENEATH) {
+            Err(Errno::XDEV) if self.link_owner.is_some() && cached_only => return Err(Errno::AGAIN),
+            Err(Errno::XDEV) => self.open_by_own_links(file)?,
+            found => found?,
+        };
         Ok(FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) == FileType::RegularFile)
+    }
+
+    fn open_by_own_links(&self, file: &Path) -> Result<OwnedFd, Errno> {
+        let owner = self.link_owner.as_ref().ok_or(Errno::XDEV)?;
+        let refuse = |error: std::io::Error| match Errno::from_io_error(&error) {
+            Some(errno) => errno,
+            None => {
+                tracing::debug!(%error, file = %file.display(), "a script behind a link is refused");
+                Errno::XDEV
+            }
+        };
+        owner.open_by_own_links(&self.root, file).map_err(refuse)
+    }
+}
+
+/// Scripts that one worker's passage found below the root a moment ago.
+///
+/// PHP opens the script by its path some time after each look, so a look never says more than that
+/// it was there. An edge cannot change files; their owner could do so between look and opening
+/// before, and gains nothing: the worker has the owner's rights.
+#[derive(Debug, Default)]
+pub struct SeenScripts {
+    /// The scripts that the paths belong to. Another record of the site has another root.
+    scripts: Option<Arc<SiteScripts>>,
+    files: Vec<(PathBuf, Instant)>,
+}
+
+impl SeenScripts {
+    pub fn contains(&self, scripts: &Arc<SiteScripts>, file: &Path) -> bool {
+        self.scripts.as_ref().is_some_and(|own| Arc::ptr_eq(own, scripts))
+            && self.files.iter().any(|(seen, at)| seen == file && at.elapsed() < SEEN_AGE_MAX)
+    }
+
+    /// Adds a script. The oldest one makes room.
+    pub fn insert(&mut self, scripts: &Arc<SiteScripts>, file: &Path) {
+        if !self.scripts.as_ref().is_some_and(|own| Arc::ptr_eq(own, scripts)) {
+            *self = Self { scripts: Some(Arc::clone(scripts)), files: Vec::new() };
+        }
+        self.files.retain(|(seen, _)| seen != file);
+        if self.files.len() == SEEN_MAX {
+            self.files.remove(0);
+        }
+        self.files.push((file.to_path_buf(), Instant::now()));
     }
 }
 
@@ -134,7 +197,7 @@ fn open(
     path: &Path,
     flags: OFlags,
     resolve: ResolveFlags,
-) -> Result<std::os::fd::OwnedFd, Errno> {
+) -> Result<OwnedFd, Errno> {
     let tries = if resolve.contains(ResolveFlags::CACHED) { 1 } else { RESOLVE_TRIES };
     let mut last = Errno::AGAIN;
     for _ in 0..tries {
@@ -144,4 +207,32 @@ fn open(
         }
     }
     Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scripts(root: &str) -> Arc<SiteScripts> {
+        let files = serde_json::from_str(r#"{"root":"www"}"#).expect("a record");
+        Arc::new(SiteScripts::new(root.into(), None, &files))
+    }
+
+    #[test]
+    fn seen_script_counts_for_its_record_alone() {
+        let (one, other) = (scripts("/home/a/www"), scripts("/home/a/other"));
+        let mut seen = SeenScripts::default();
+        seen.insert(&one, Path::new("index.php"));
+        assert!(seen.contains(&one, Path::new("index.php")));
+        assert!(
+            !seen.contains(&one, Path::new("other.php")) && !seen.contains(&other, Path::new("index.php"))
+        );
+        seen.insert(&other, Path::new("a.php"));
+        assert!(!seen.contains(&one, Path::new("index.php")), "one record at a time");
+        for number in 0..SEEN_MAX {
+            seen.insert(&other, Path::new(&format!("{number}.php")));
+        }
+        assert!(!seen.contains(&other, Path::new("a.php")), "the oldest has made room");
+        assert!(seen.files.len() == SEEN_MAX && seen.contains(&other, Path::new("0.php")));
+    }
 }

@@ -5,17 +5,17 @@ use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 use std::path::Path;
 
 use bytes::BytesMut;
-use nagaya_cmdb::{Site, SiteName, Tenant};
+use nagaya_keeper_api::fastcgi::{self, ConnectionReuse, NOT_BEGUN};
+use nagaya_records::{Site, SiteName, Tenant};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::RecvFlags;
 
-use super::opening::{AnswerRecords, BodyRecords, Opening, Violation};
+use super::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
 use super::scripts::{ScriptRule, SiteScripts};
-use super::{Gate, NO_FILE, Passage, connect};
-use crate::fastcgi::{self, Connection, NOT_BEGUN};
+use super::{GatedWorker, NO_FILE, ScriptGate, connect};
 
 fn opening(params: &[(&str, &str)]) -> BytesMut {
-    let mut opening = fastcgi::Opening::new(Connection::Kept);
+    let mut opening = fastcgi::RequestOpening::new(ConnectionReuse::Kept);
     for (name, value) in params {
         opening.put(name.as_bytes(), value.as_bytes()).unwrap();
     }
@@ -27,29 +27,29 @@ fn record(kind: u8, content: &[u8]) -> Vec<u8> {
     [&[1, kind, 0, 1, len[0], len[1], 0, 0][..], content].concat()
 }
 
-fn take(mut bytes: BytesMut) -> Result<Option<Opening>, Violation> {
-    Opening::take(&mut bytes)
+fn take(mut bytes: BytesMut) -> Result<Option<CheckedOpening>, RequestViolation> {
+    CheckedOpening::take(&mut bytes)
 }
 
 fn scripts(backend: &str) -> SiteScripts {
     let site = format!(r#"{{"name":"s","tenant":"t","hosts":["s"],"backend":{backend}}}"#);
     let site: Site = serde_json::from_str(&site).unwrap();
     let tenant: Tenant = serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
-    SiteScripts::of(&site, &tenant).unwrap().expect("it is of kind php")
+    SiteScripts::of(&site, &tenant, None).unwrap().expect("it is of kind php")
 }
 
 #[test]
-fn what_the_edge_sends_is_taken_byte_by_byte() {
+fn opening_from_the_edge_is_taken_byte_by_byte() {
     let long = "x".repeat(70);
     let params = [("SCRIPT_FILENAME", "/a/b.php"), ("HTTP_COOKIE", long.as_str()), ("CONTENT_LENGTH", "12")];
     let all = opening(&params);
     let mut buffer = BytesMut::new();
     for (number, byte) in all.iter().enumerate() {
-        assert!(Opening::take(&mut buffer).unwrap().is_none(), "{number} bytes");
+        assert!(CheckedOpening::take(&mut buffer).unwrap().is_none(), "{number} bytes");
         buffer.extend_from_slice(&[*byte]);
     }
     buffer.extend_from_slice(b"rest");
-    let mut taken = Opening::take(&mut buffer).unwrap().expect("it is complete");
+    let mut taken = CheckedOpening::take(&mut buffer).unwrap().expect("it is complete");
     assert_eq!((&taken.bytes[..], &buffer[..]), (&all[..], &b"rest"[..]));
     assert_eq!(taken.param("SCRIPT_FILENAME"), Some(&b"/a/b.php"[..]));
     assert_eq!(taken.body_len(), Ok(12));
@@ -79,7 +79,7 @@ fn other_openings_are_refused() {
         assert!(take(BytesMut::from(&bytes[..])).is_err(), "{name}");
     }
     let twice = take(opening(&[("SCRIPT_FILENAME", "/a"), ("SCRIPT_FILENAME", "/b")]));
-    assert_eq!(twice.unwrap_err(), Violation::Twice("SCRIPT_FILENAME".into()));
+    assert_eq!(twice.unwrap_err(), RequestViolation::Twice("SCRIPT_FILENAME".into()));
     for bad in ["-1", "+1", "1x", "", "99999999999999999999999"] {
         let taken = take(opening(&[("CONTENT_LENGTH", bad)])).unwrap().unwrap();
         assert!(taken.body_len().is_err(), "'{bad}'");
@@ -137,9 +137,9 @@ fn a_body_is_records_of_no_more_than_it_says() {
     assert!(body.is_complete());
     assert_eq!(&to[..], &bytes[..whole]);
     from.extend_from_slice(&bytes[whole..]);
-    assert_eq!(body.pass(&mut from, &mut to), Err(Violation::Record(1)));
+    assert_eq!(body.pass(&mut from, &mut to), Err(RequestViolation::Record(1)));
     let mut from = BytesMut::from(&record(5, b"abcdef")[..]);
-    assert_eq!(BodyRecords::new(5).pass(&mut from, &mut to), Err(Violation::Body));
+    assert_eq!(BodyRecords::new(5).pass(&mut from, &mut to), Err(RequestViolation::Body));
 }
 
 #[test]
@@ -169,7 +169,7 @@ struct Scene {
     listener: UnixListener,
     script: String,
     _directory: tempfile::TempDir,
-    _gate: Gate,
+    _gate: ScriptGate,
 }
 
 impl Scene {
@@ -184,9 +184,9 @@ impl Scene {
         ours.set_nonblocking(true).unwrap();
         let backend = format!(r#"{{"kind":"php","root":{:?}}}"#, directory.path());
         let rule = ScriptRule::new(SiteName::new("s").unwrap(), scripts(&backend));
-        let gate = Gate::start().unwrap();
+        let gate = ScriptGate::start().unwrap();
         let worker = connect(&door).unwrap();
-        gate.open(Passage { edge: ours.into(), worker, door, rule, whose: "t".into() }).unwrap();
+        gate.open(GatedWorker { edge: ours.into(), worker, door, rule, whose: "t".into() }).unwrap();
         let script = script.to_str().unwrap().to_owned();
         Self { edge, listener, script, _directory: directory, _gate: gate }
     }
@@ -272,4 +272,36 @@ fn a_script_that_is_not_there_is_none_of_the_workers_business() {
     let mut read = vec![0; opening.len()];
     worker.read_exact(&mut read).unwrap();
     assert_eq!(read, opening[..], "the first that it sees, over its first connection");
+}
+
+#[test]
+fn a_worker_whose_client_has_left_learns_it_when_it_writes() {
+    let mut scene = Scene::new();
+    let (mut worker, _) = scene.listener.accept().unwrap();
+    let script = scene.script.clone();
+    let opening = opening(&[("SCRIPT_FILENAME", &script)]);
+    scene.edge.write_all(&opening).unwrap();
+    worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+    let said = record(6, b"X-A: 1\r\n\r\nhello");
+    worker.write_all(&said).unwrap();
+    let mut heard = vec![0; said.len()];
+    scene.edge.read_exact(&mut heard).unwrap();
+    assert_eq!(heard, said, "until it leaves it hears all");
+    scene.edge.shutdown(std::net::Shutdown::Write).unwrap();
+    // A moment may pass until the gate has seen that.
+    while worker.write_all(&record(6, b"more")).is_ok() {
+        std::thread::yield_now();
+    }
+    scene.edge.set_nonblocking(true).unwrap();
+    let mut one = [0; 1 << 16];
+    while scene.edge.read(&mut one).is_ok_and(|len| len > 0) {}
+    let nothing = scene.edge.read(&mut one).unwrap_err();
+    assert_eq!(nothing.kind(), std::io::ErrorKind::WouldBlock, "it is kept as long as the worker works");
+    scene.edge.set_nonblocking(false).unwrap();
+    // As PHP does when the script has ended: it closes, and takes the next connection.
+    drop(worker);
+    let (mut next, _) = scene.listener.accept().unwrap();
+    next.read_exact(&mut [0; 8]).unwrap();
+    next.write_all(&record(10, b"")).unwrap();
+    assert_eq!(scene.edge.read(&mut one).unwrap(), 0);
 }

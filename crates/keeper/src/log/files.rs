@@ -1,7 +1,8 @@
-//! Logs of applications on disk, for root alone: `TENANT/SITE.log`, and older lines in `SITE.log.1` and so on.
+//! Logs of applications on disk, for root alone: `TENANT/SITE.log`, and older lines in `SITE.log.1`
+//! and so on.
 //!
-//! A file is moved on between two lines, before it would be longer than it may. Not here: which lines come here (`journal`),
-//! and when (`writer`).
+//! A file is rotated between two lines, before it would become too long. Not here: which lines come
+//! here (`journal`), and when (`writer`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -9,49 +10,50 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nagaya_base::date;
-use nagaya_cmdb::{SiteName, TenantName};
+use nagaya_records::{SiteName, TenantName};
 
 /// Bytes that must stay free on the file system: the node's records may be there.
 pub const FREE_BYTES_MIN: u64 = 256 << 20;
 
-/// Whose log it is. Neither name leads out of a directory: that is part of what a name is (`nagaya_cmdb::names`).
+/// Owner of a log. Neither name leads out of a directory: the rules for names ensure that
+/// (`nagaya_records::names`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Owner {
+pub struct LogOwner {
     pub tenant: TenantName,
     pub site: SiteName,
 }
 
-/// What one log may take.
+/// Limits of one log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bounds {
-    /// Of one file.
+pub struct LogBounds {
+    /// Size of one file.
     pub bytes_max: u64,
     /// With the one that is written to. 0: nothing is written.
     pub files_max: u32,
 }
 
-impl Bounds {
-    /// So much may be written in `meter::RENEWED_AFTER`: half of what there may be, so that a flood does not push out all that was
-    /// before it.
+impl LogBounds {
+    /// Returns how many bytes may be written in `meter::RENEWED_AFTER`. It is half of the maximum,
+    /// so that a flood does not push out all earlier lines.
     pub fn bytes_per_while(self) -> u64 {
         self.bytes_max.saturating_mul(u64::from(self.files_max.max(1))) / 2
     }
 }
 
 #[derive(Debug)]
-pub struct Files {
+pub struct LogFiles {
     dir: PathBuf,
     free_bytes_min: u64,
 }
 
-impl Files {
+impl LogFiles {
     pub fn new(dir: PathBuf, free_bytes_min: u64) -> Self {
         Self { dir, free_bytes_min }
     }
 
-    /// Number 0 is the one that is written to.
-    fn path(&self, owner: &Owner, number: u32) -> PathBuf {
-        let Owner { tenant, site } = owner;
+    /// Returns the path of a file. Number 0 is the one that is written to.
+    fn path(&self, owner: &LogOwner, number: u32) -> PathBuf {
+        let LogOwner { tenant, site } = owner;
         let name = match number {
             0 => format!("{site}.log"),
             number => format!("{site}.log.{number}"),
@@ -59,8 +61,9 @@ impl Files {
         self.dir.join(tenant.as_str()).join(name)
     }
 
-    /// Adds whole lines. Returns how many bytes of them are there, and why not all: no line is there in part.
-    pub fn append(&self, owner: &Owner, lines: &[u8], bounds: Bounds) -> (usize, io::Result<()>) {
+    /// Adds whole lines. Returns how many bytes of them were written, and why not all. No line is
+    /// written in part.
+    pub fn append(&self, owner: &LogOwner, lines: &[u8], bounds: LogBounds) -> (usize, io::Result<()>) {
         let mut written = 0;
         while written < lines.len() {
             match self.append_some(owner, &lines[written..], bounds) {
@@ -71,13 +74,13 @@ impl Files {
         (written, Ok(()))
     }
 
-    /// As many as fit into the file. Returns their bytes; 0: the file was moved on.
-    fn append_some(&self, owner: &Owner, lines: &[u8], bounds: Bounds) -> io::Result<usize> {
+    /// Adds as many lines as fit into the file. Returns their bytes. 0: the file was rotated.
+    fn append_some(&self, owner: &LogOwner, lines: &[u8], bounds: LogBounds) -> io::Result<usize> {
         let mut file = self.open(owner)?;
         self.leave_free()?;
         let len = file.metadata()?.len();
         let fits = match whole_lines(lines, bounds.bytes_max.saturating_sub(len)) {
-            // A line that is longer than a whole file may be. Settings do not let that be.
+            // A line that is longer than a whole file may be. Settings do not allow that.
             0 if len == 0 => first_line(lines),
             fits => fits,
         };
@@ -92,7 +95,7 @@ impl Files {
         Ok(fits)
     }
 
-    fn open(&self, owner: &Owner) -> io::Result<File> {
+    fn open(&self, owner: &LogOwner) -> io::Result<File> {
         let path = self.path(owner, 0);
         let open = || OpenOptions::new().append(true).create(true).mode(0o600).open(&path);
         match open() {
@@ -114,8 +117,8 @@ impl Files {
         Err(io::Error::new(io::ErrorKind::StorageFull, why))
     }
 
-    /// Each file becomes one older, and the oldest goes.
-    fn move_on(&self, owner: &Owner, files_max: u32) -> io::Result<()> {
+    /// Rotates the files: each becomes one older, and the oldest is removed.
+    fn move_on(&self, owner: &LogOwner, files_max: u32) -> io::Result<()> {
         let Some(older) = files_max.checked_sub(1).filter(|older| *older > 0) else {
             return there(fs::remove_file(self.path(owner, 0))).map(drop);
         };
@@ -125,13 +128,13 @@ impl Files {
         Ok(())
     }
 
-    /// The last lines, without their dates, of about so many bytes.
-    pub fn last(&self, owner: &Owner, bytes_max: u64) -> io::Result<Vec<String>> {
+    /// Returns the last lines, without their dates, of about this many bytes.
+    pub fn last(&self, owner: &LogOwner, bytes_max: u64) -> io::Result<Vec<String>> {
         let mut text = Vec::new();
         for number in 0.. {
             let left = bytes_max.saturating_sub(text.len() as u64);
             let Some(mut file) = there(File::open(self.path(owner, number)))? else {
-                // One that has just been moved on has no successor yet.
+                // A file that was just rotated has no successor yet.
                 if number == 0 { continue } else { break }
             };
             let from = file.metadata()?.len().saturating_sub(left);
@@ -152,8 +155,8 @@ impl Files {
         Ok(String::from_utf8_lossy(&text).lines().map(|line| without_date(line).to_owned()).collect())
     }
 
-    /// Removes logs that nobody wants, and files that are more than there are to be. What is not named as a log stays.
-    pub fn collect(&self, files_max: u32, wanted: impl Fn(&Owner) -> bool) -> io::Result<()> {
+    /// Removes unwanted logs, and files beyond the maximum number. Files without a log's name stay.
+    pub fn collect(&self, files_max: u32, wanted: impl Fn(&LogOwner) -> bool) -> io::Result<()> {
         let Some(tenants) = there(fs::read_dir(&self.dir))? else { return Ok(()) };
         for dir in tenants {
             let dir = dir?;
@@ -161,7 +164,7 @@ impl Files {
             let Some(tenant) = name.to_str().and_then(|name| TenantName::new(name).ok()) else { continue };
             if dir.file_type()?.is_dir() {
                 collect_tenant(&dir.path(), files_max, |site| {
-                    wanted(&Owner { tenant: tenant.clone(), site })
+                    wanted(&LogOwner { tenant: tenant.clone(), site })
                 })?;
             }
         }
@@ -186,7 +189,7 @@ fn collect_tenant(dir: &Path, files_max: u32, wanted: impl Fn(SiteName) -> bool)
     }
 }
 
-/// Site and number of a file.
+/// Returns site and number of a file.
 fn parse(name: &str) -> Option<(SiteName, u32)> {
     let (site, number) = match name.strip_suffix(".log") {
         Some(site) => (site, 0),
@@ -198,7 +201,7 @@ fn parse(name: &str) -> Option<(SiteName, u32)> {
     Some((SiteName::new(site).ok()?, number))
 }
 
-/// None: there is none.
+/// Returns `None` if it is missing.
 fn there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),
@@ -207,7 +210,7 @@ fn there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// Bytes of the lines that go into so many.
+/// Returns the length of the lines that fit into the room.
 fn whole_lines(lines: &[u8], room: u64) -> usize {
     match usize::try_from(room) {
         Ok(room) if room < lines.len() => {
@@ -221,12 +224,12 @@ fn first_line(lines: &[u8]) -> usize {
     lines.iter().position(|byte| *byte == b'\n').map_or(lines.len(), |end| end + 1)
 }
 
-/// A line as it is in a file.
+/// Returns a line as it is in a file.
 pub fn dated(when: std::time::SystemTime, line: &str) -> String {
     format!("{} {line}\n", date::utc(when))
 }
 
-/// Bytes of a line in a file, beside its text.
+/// Length of a line in a file, beside its text, bytes.
 pub const DATE_LEN: usize = date::UTC_LEN + 2;
 
 fn without_date(line: &str) -> &str {
@@ -243,25 +246,25 @@ mod tests {
 
     use super::*;
 
-    const BOUNDS: Bounds = Bounds { bytes_max: 10, files_max: 3 };
+    const BOUNDS: LogBounds = LogBounds { bytes_max: 10, files_max: 3 };
 
-    fn owner(tenant: &str, site: &str) -> Owner {
-        Owner { tenant: TenantName::new(tenant).unwrap(), site: SiteName::new(site).unwrap() }
+    fn owner(tenant: &str, site: &str) -> LogOwner {
+        LogOwner { tenant: TenantName::new(tenant).unwrap(), site: SiteName::new(site).unwrap() }
     }
 
     struct Scene {
         _dir: tempfile::TempDir,
-        files: Files,
+        files: LogFiles,
     }
 
     impl Scene {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let files = Files::new(dir.path().join("logs"), 0);
+            let files = LogFiles::new(dir.path().join("logs"), 0);
             Self { _dir: dir, files }
         }
 
-        fn add(&self, owner: &Owner, lines: &str) {
+        fn add(&self, owner: &LogOwner, lines: &str) {
             let (written, result) = self.files.append(owner, lines.as_bytes(), BOUNDS);
             result.unwrap();
             assert_eq!(written, lines.len());
@@ -300,7 +303,7 @@ mod tests {
                 file("blog.log.2", "6\n7\neight\n")
             ]
         );
-        let one = Bounds { files_max: 1, ..BOUNDS };
+        let one = LogBounds { files_max: 1, ..BOUNDS };
         scene.files.append(&blog, b"twelve\n", one).1.unwrap();
         assert_eq!(scene.all()[0], file("blog.log", "twelve\n"), "without older ones it begins anew");
     }
@@ -316,10 +319,10 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_on_the_disk_is_not_there_in_part() {
+    fn lines_that_do_not_fit_on_the_disk_leave_no_part() {
         let (scene, blog) = (Scene::new(), owner("alice", "blog"));
         scene.add(&blog, "one\n");
-        let full = Files::new(scene.files.dir.clone(), u64::MAX);
+        let full = LogFiles::new(scene.files.dir.clone(), u64::MAX);
         let (written, result) = full.append(&blog, b"two\n", BOUNDS);
         assert_eq!((written, result.unwrap_err().kind()), (0, io::ErrorKind::StorageFull));
         // A directory is in the way of the file.
@@ -333,7 +336,7 @@ mod tests {
     fn the_last_lines_are_read_across_files_without_dates() {
         let (scene, blog) = (Scene::new(), owner("alice", "blog"));
         assert!(scene.files.last(&blog, 100).unwrap().is_empty());
-        let wide = Bounds { bytes_max: 70, files_max: 3 };
+        let wide = LogBounds { bytes_max: 70, files_max: 3 };
         for line in ["one", "two 2", "", "four"] {
             let line = dated(SystemTime::now(), line);
             scene.files.append(&blog, line.as_bytes(), wide).1.unwrap();

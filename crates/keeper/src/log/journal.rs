@@ -1,6 +1,8 @@
-//! The log of one application: its last lines in memory, and the same and more in files, which outlast the keeper.
+//! The log of one application: its last lines in memory, and these and more in files, which outlast
+//! the keeper.
 //!
-//! Not here: the files (`files`), who writes them (`writer`), what is in the keeper's own log (`follow`).
+//! Not here: the files (`files`), writing them (`writer`), lines in the keeper's own log
+//! (`follow`).
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -10,27 +12,28 @@ use nagaya_base::units::format_bytes;
 use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
-use super::files::{DATE_LEN, Owner, dated};
-use super::meter::{Meter, Paid, RENEWED_AFTER};
-use super::tail::{BYTES_MAX, LINES_MAX, Tail};
-use super::writer::Writer;
-use crate::workers::Workers;
+use crate::workers::ThreadPool;
 
-/// How long its output waits until it is known what was written under an earlier keeper.
+use super::files::{DATE_LEN, LogOwner, dated};
+use super::meter::{LogMeter, MeterResult, RENEWED_AFTER};
+use super::tail::{BYTES_MAX, LINES_MAX, LogTail};
+use super::writer::LogWriter;
+
+/// Maximum time that its output waits for the lines written under an earlier keeper.
 const RECALL_MAX: Duration = Duration::from_secs(2);
 
-pub struct Journal {
-    owner: Owner,
-    writer: Writer,
-    workers: Workers,
-    tail: RefCell<Tail>,
-    meter: RefCell<Meter>,
+pub struct SiteLog {
+    owner: LogOwner,
+    writer: LogWriter,
+    workers: ThreadPool,
+    tail: RefCell<LogTail>,
+    meter: RefCell<LogMeter>,
     recalled: OnceCell<()>,
 }
 
-impl Journal {
-    pub fn new(owner: Owner, writer: &Writer, workers: &Workers) -> Rc<Self> {
-        let meter = Meter::new(per_while(writer), Instant::now());
+impl SiteLog {
+    pub fn new(owner: LogOwner, writer: &LogWriter, workers: &ThreadPool) -> Rc<Self> {
+        let meter = LogMeter::new(per_while(writer), Instant::now());
         Rc::new(Self {
             owner,
             writer: writer.clone(),
@@ -41,12 +44,13 @@ impl Journal {
         })
     }
 
-    /// Looks once what was written under an earlier keeper. Before anything is added.
+    /// Reads once the lines that were written under an earlier keeper. Called before any line is
+    /// added.
     pub async fn recall(&self) {
         self.recalled
             .get_or_init(|| async {
                 let (writer, owner) = (self.writer.clone(), self.owner.clone());
-                // With their dates they are more bytes than in memory.
+                // With their dates they have more bytes than in memory.
                 let bytes_max = (BYTES_MAX + LINES_MAX * DATE_LEN) as u64;
                 let Ok(reading) = self.workers.run(move || writer.last(&owner, bytes_max)) else { return };
                 match timeout(RECALL_MAX, reading).await {
@@ -57,14 +61,14 @@ impl Journal {
                     Ok(Ok(Err(error))) => {
                         tracing::warn!(site = %self.owner.site, %error, "its log of before cannot be read");
                     }
-                    // They stay where they are, and are not shown.
+                    // They stay in the file, and are not shown.
                     Ok(Err(_)) | Err(_) => {}
                 }
             })
             .await;
     }
 
-    /// The last lines, the oldest first.
+    /// Returns the last lines, the oldest first.
     pub fn lines(&self) -> Vec<Box<str>> {
         self.tail.borrow().lines()
     }
@@ -73,16 +77,16 @@ impl Journal {
         self.renew(now);
         let paid = self.meter.borrow_mut().pay(line.len() + DATE_LEN);
         match paid {
-            Paid::Yes => self.put(line),
-            Paid::NoMore => {
+            MeterResult::Yes => self.put(line),
+            MeterResult::NoMore => {
                 let (most, seconds) = (format_bytes(per_while(&self.writer) as u64), RENEWED_AFTER.as_secs());
                 self.put(&format!("nagaya: more than {most} in {seconds} s; lines are dropped from here on"));
             }
-            Paid::No => {}
+            MeterResult::No => {}
         }
     }
 
-    /// It is as good as certain that a line is dropped.
+    /// Whether a line would almost certainly be dropped.
     pub fn is_spent(&self, now: Instant) -> bool {
         let meter = self.meter.borrow();
         meter.is_spent() && !meter.is_due(now)
@@ -92,7 +96,7 @@ impl Journal {
         self.meter.borrow_mut().drop_lines(lines);
     }
 
-    /// Nothing more comes for now.
+    /// Ends the output for now.
     pub fn end(&self) {
         let dropped = self.meter.borrow_mut().take_dropped();
         self.say_dropped(dropped);
@@ -118,30 +122,30 @@ impl Journal {
     }
 }
 
-fn per_while(writer: &Writer) -> usize {
+fn per_while(writer: &LogWriter) -> usize {
     usize::try_from(writer.bounds().bytes_per_while()).unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]
 mod tests {
-    use nagaya_cmdb::{SiteName, TenantName};
+    use nagaya_records::{SiteName, TenantName};
 
     use super::*;
-    use crate::log::files::{Bounds, Files};
-    use crate::metrics::Metrics;
+    use crate::log::files::{LogBounds, LogFiles};
+    use crate::metrics::KeeperMetrics;
 
-    const BOUNDS: Bounds = Bounds { bytes_max: 2_000, files_max: 2 };
+    const BOUNDS: LogBounds = LogBounds { bytes_max: 2_000, files_max: 2 };
 
-    fn owner() -> Owner {
-        Owner { tenant: TenantName::new("alice").unwrap(), site: SiteName::new("blog").unwrap() }
+    fn owner() -> LogOwner {
+        LogOwner { tenant: TenantName::new("alice").unwrap(), site: SiteName::new("blog").unwrap() }
     }
 
-    fn journal(dir: &std::path::Path) -> Rc<Journal> {
-        let writer = Writer::over(Files::new(dir.into(), 0), BOUNDS, Metrics::new()).unwrap();
-        Journal::new(owner(), &writer, &Workers::start().unwrap())
+    fn journal(dir: &std::path::Path) -> Rc<SiteLog> {
+        let writer = LogWriter::over(LogFiles::new(dir.into(), 0), BOUNDS, KeeperMetrics::new()).unwrap();
+        SiteLog::new(owner(), &writer, &ThreadPool::start().unwrap())
     }
 
-    fn recall(journal: &Journal) {
+    fn recall(journal: &SiteLog) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(journal.recall());
     }

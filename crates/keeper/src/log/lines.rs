@@ -1,20 +1,21 @@
-//! Bytes of a program, cut into lines.
+//! Splits a program's bytes into lines.
 //!
 //! Not here: which lines are kept (`meter`).
 
-/// Longest line, in bytes; what is longer is cut into several.
+/// Maximum length of a line, in bytes. A longer line is cut into several.
 pub const LINE_LEN_MAX: usize = 4096;
 
 #[derive(Debug, Default)]
-pub struct Lines {
-    /// Of a line that has no end yet.
+pub struct LineSplitter {
+    /// Part of a line that has no end yet.
     rest: Vec<u8>,
     /// The beginning of this line was skipped.
     is_inside_skipped: bool,
 }
 
-impl Lines {
-    /// Gives each line that ends in these bytes. Returns how many of them were not given: one, if its beginning was skipped.
+impl LineSplitter {
+    /// Passes on each line that ends in these bytes. Returns how many were not passed on: one, if
+    /// its beginning was skipped.
     pub fn take(&mut self, bytes: &[u8], mut line: impl FnMut(&[u8])) -> u64 {
         let (mut left, mut skipped) = (bytes, 0);
         if self.is_inside_skipped {
@@ -39,7 +40,7 @@ impl Lines {
         skipped
     }
 
-    /// Counts lines that nobody wants.
+    /// Counts lines that are dropped.
     pub fn skip(&mut self, bytes: &[u8]) -> u64 {
         let ends = bytes.iter().filter(|byte| **byte == b'\n').count();
         self.is_inside_skipped =
@@ -48,7 +49,7 @@ impl Lines {
         ends as u64
     }
 
-    /// The last line needs no end.
+    /// Ends the output. The last line needs no end.
     pub fn finish(&mut self, mut line: impl FnMut(&[u8])) -> u64 {
         if !self.rest.is_empty() {
             line(&self.rest);
@@ -63,7 +64,7 @@ mod tests {
     use super::*;
 
     fn cut(chunks: &[&[u8]]) -> Vec<String> {
-        let (mut lines, mut out) = (Lines::default(), Vec::new());
+        let (mut lines, mut out) = (LineSplitter::default(), Vec::new());
         let mut keep = |line: &[u8]| out.push(String::from_utf8(line.to_vec()).unwrap());
         for chunk in chunks {
             assert_eq!(lines.take(chunk, &mut keep), 0);
@@ -89,8 +90,9 @@ mod tests {
 
     #[test]
     fn a_line_of_which_a_part_was_skipped_is_skipped() {
-        let (mut lines, mut out) = (Lines::default(), Vec::new());
-        let mut take = |lines: &mut Lines, bytes: &[u8]| lines.take(bytes, |line| out.push(line.to_vec()));
+        let (mut lines, mut out) = (LineSplitter::default(), Vec::new());
+        let mut take =
+            |lines: &mut LineSplitter, bytes: &[u8]| lines.take(bytes, |line| out.push(line.to_vec()));
         assert_eq!(take(&mut lines, b"a\nbeg"), 0);
         assert_eq!(lines.skip(b"in\nc\nd"), 2);
         assert_eq!(lines.skip(b"d"), 0);

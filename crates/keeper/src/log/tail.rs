@@ -4,18 +4,18 @@
 
 use std::collections::VecDeque;
 
-/// What it holds at most: lines, and bytes of all of them.
+/// Its maximum: lines, and bytes of all of them.
 pub const LINES_MAX: usize = 500;
 pub const BYTES_MAX: usize = 64 * 1024;
 
 /// The oldest first.
 #[derive(Debug, Default)]
-pub struct Tail {
+pub struct LogTail {
     lines: VecDeque<Box<str>>,
     bytes: usize,
 }
 
-impl Tail {
+impl LogTail {
     pub fn add(&mut self, line: &str) {
         self.bytes += line.len();
         self.lines.push_back(line.into());
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn a_tail_forgets_the_oldest_lines() {
-        let mut tail = Tail::default();
+        let mut tail = LogTail::default();
         for number in 0..LINES_MAX + 3 {
             tail.add(&number.to_string());
         }

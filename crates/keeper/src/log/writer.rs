@@ -1,7 +1,9 @@
-//! The thread that writes applications' logs to their files, so that nothing else ever waits for a disk.
+//! The thread that writes applications' logs to their files, so that nothing else ever waits for a
+//! disk.
 //!
-//! What waits for it is bounded, for each log and for all. What has no place, or cannot be written, is missing in the file; how
-//! many lines that are stands in their place as soon as the disk takes lines again. Not here: which lines come here (`journal`).
+//! Its queue is limited, for each log and for all. Lines without room, or that cannot be written,
+//! are missing in the file. Their number is written in their place as soon as the disk accepts
+//! lines again. Not here: which lines come here (`journal`).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -12,109 +14,117 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::files::{Bounds, FREE_BYTES_MIN, Files, Owner, dated};
 use crate::fault;
-use crate::metrics::{LogLine, Metrics};
+use crate::metrics::{KeeperMetrics, LogLine};
 
-/// Bytes of one log that may wait.
+use super::files::{FREE_BYTES_MIN, LogBounds, LogFiles, LogOwner, dated};
+
+/// Maximum number of bytes of one log that wait.
 const WAITING_OF_ONE_MAX: usize = 256 << 10;
 
-/// Bytes of all logs that may wait.
+/// Maximum number of bytes of all logs that wait.
 const WAITING_MAX: usize = 16 << 20;
 
-/// That logs cannot be written is said this often, not once for each line.
+/// Minimum time between two messages that logs cannot be written.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
 
-/// Logs owner missing lines are remembered: of all sites there may be on a node.
+/// Maximum number of logs whose missing lines are remembered: that of all sites of a node.
 const GAPS_MAX: usize = 100_000;
 
 /// The keeper's end of it.
 #[derive(Clone)]
-pub struct Writer(Arc<Shared>);
+pub struct LogWriter(Arc<WriterShared>);
 
-struct Shared {
-    files: Files,
-    metrics: Metrics,
-    queue: Mutex<Queue>,
+struct WriterShared {
+    files: LogFiles,
+    metrics: KeeperMetrics,
+    queue: Mutex<WriterQueue>,
     more: Condvar,
     settled: Condvar,
 }
 
-struct Queue {
-    bounds: Bounds,
+struct WriterQueue {
+    bounds: LogBounds,
     /// Logs that have something in `waiting`, in the order of their turns.
-    line: VecDeque<Owner>,
-    waiting: HashMap<Owner, Waiting>,
-    /// Of all that wait.
+    line: VecDeque<LogOwner>,
+    waiting: HashMap<LogOwner, PendingLines>,
+    /// Number of bytes of all waiting lines.
     bytes: usize,
     is_writing: bool,
 }
 
-/// What waits of one log.
+/// Waiting lines of one log.
 #[derive(Default)]
-struct Waiting {
+struct PendingLines {
     lines: Vec<u8>,
-    /// Lines that had no place after these.
+    /// Lines that had no room after these.
     refused: u64,
 }
 
-impl Writer {
-    pub fn start(dir: PathBuf, bounds: Bounds, metrics: Metrics) -> io::Result<Self> {
-        Self::over(Files::new(dir, FREE_BYTES_MIN), bounds, metrics)
+impl LogWriter {
+    pub fn start(dir: PathBuf, bounds: LogBounds, metrics: KeeperMetrics) -> io::Result<Self> {
+        Self::over(LogFiles::new(dir, FREE_BYTES_MIN), bounds, metrics)
     }
 
-    /// The same over these files.
-    pub(super) fn over(files: Files, bounds: Bounds, metrics: Metrics) -> io::Result<Self> {
-        let queue =
-            Queue { bounds, line: VecDeque::new(), waiting: HashMap::new(), bytes: 0, is_writing: false };
+    /// As `start`, over these files.
+    pub(super) fn over(files: LogFiles, bounds: LogBounds, metrics: KeeperMetrics) -> io::Result<Self> {
+        let queue = WriterQueue {
+            bounds,
+            line: VecDeque::new(),
+            waiting: HashMap::new(),
+            bytes: 0,
+            is_writing: false,
+        };
         let (more, settled) = (Condvar::new(), Condvar::new());
-        let shared = Arc::new(Shared { files, metrics, queue: Mutex::new(queue), more, settled });
+        let shared = Arc::new(WriterShared { files, metrics, queue: Mutex::new(queue), more, settled });
         let theirs = Arc::clone(&shared);
-        thread::Builder::new().name("keeper-logs".into()).spawn(move || Writing::default().run(&theirs))?;
+        thread::Builder::new()
+            .name("keeper-logs".into())
+            .spawn(move || WriterThread::default().run(&theirs))?;
         Ok(Self(shared))
     }
 
-    pub fn bounds(&self) -> Bounds {
+    pub fn bounds(&self) -> LogBounds {
         self.0.queue.lock().bounds
     }
 
-    pub fn set_bounds(&self, bounds: Bounds) {
+    pub fn set_bounds(&self, bounds: LogBounds) {
         self.0.queue.lock().bounds = bounds;
     }
 
-    /// Has a line written, which is as it is to be in the file. Returns at once.
-    pub fn add(&self, owner: &Owner, line: &[u8]) {
+    /// Queues a line, in its final form. Returns at once.
+    pub fn add(&self, owner: &LogOwner, line: &[u8]) {
         if self.0.queue.lock().add(owner, line) {
             self.0.more.notify_one();
         }
     }
 
-    /// The application wrote these lines too fast.
+    /// Counts lines that the application wrote too fast.
     pub fn dropped(&self, lines: u64) {
         self.0.metrics.log_lines.add([LogLine::Dropped as usize], lines);
     }
 
-    /// The last lines of a log. It blocks.
-    pub fn last(&self, owner: &Owner, bytes_max: u64) -> io::Result<Vec<String>> {
+    /// Returns the last lines of a log. Blocks.
+    pub fn last(&self, owner: &LogOwner, bytes_max: u64) -> io::Result<Vec<String>> {
         self.0.files.last(owner, bytes_max)
     }
 
-    /// Waits until all is written that was to be, or for so long. It blocks.
+    /// Waits until all queued lines are written, at most for `within`. Blocks.
     pub fn settle(&self, within: Duration) {
         let mut queue = self.0.queue.lock();
         self.0.settled.wait_while_for(&mut queue, |queue| queue.is_writing || !queue.line.is_empty(), within);
     }
 
-    /// Removes logs that nobody wants. It blocks.
-    pub fn collect(&self, wanted: impl Fn(&Owner) -> bool) -> io::Result<()> {
-        let Bounds { files_max, .. } = self.bounds();
+    /// Removes unwanted logs. Blocks.
+    pub fn collect(&self, wanted: impl Fn(&LogOwner) -> bool) -> io::Result<()> {
+        let LogBounds { files_max, .. } = self.bounds();
         self.0.files.collect(files_max, wanted)
     }
 }
 
-impl Queue {
-    /// True: there is something to write.
-    fn add(&mut self, owner: &Owner, line: &[u8]) -> bool {
+impl WriterQueue {
+    /// Returns true if there is something to write.
+    fn add(&mut self, owner: &LogOwner, line: &[u8]) -> bool {
         if self.bounds.files_max == 0 {
             return false;
         }
@@ -124,7 +134,7 @@ impl Queue {
         let one = self.waiting.entry(owner.clone()).or_default();
         let has_room =
             self.bytes + line.len() <= WAITING_MAX && one.lines.len() + line.len() <= WAITING_OF_ONE_MAX;
-        // Who had no place once waits for its turn, so that the lines that are missing are missing in one place.
+        // A log without room waits for its turn, so that all its missing lines are in one place.
         if has_room && one.refused == 0 {
             one.lines.extend_from_slice(line);
             self.bytes += line.len();
@@ -134,7 +144,7 @@ impl Queue {
         true
     }
 
-    fn next(&mut self) -> Option<(Owner, Waiting)> {
+    fn next(&mut self) -> Option<(LogOwner, PendingLines)> {
         let owner = self.line.pop_front()?;
         let waiting = self.waiting.remove(&owner).unwrap_or_default();
         self.bytes -= waiting.lines.len();
@@ -142,8 +152,8 @@ impl Queue {
     }
 }
 
-impl Shared {
-    fn next(&self) -> (Owner, Waiting, Bounds) {
+impl WriterShared {
+    fn next(&self) -> (LogOwner, PendingLines, LogBounds) {
         let mut queue = self.queue.lock();
         queue.is_writing = false;
         loop {
@@ -157,16 +167,16 @@ impl Shared {
     }
 }
 
-/// The thread's own.
+/// State of the thread.
 #[derive(Default)]
-struct Writing {
+struct WriterThread {
     /// Lines that are missing at the end of each log.
-    gaps: HashMap<Owner, u64>,
+    gaps: HashMap<LogOwner, u64>,
     complained: Option<Instant>,
 }
 
-impl Writing {
-    fn run(mut self, shared: &Shared) {
+impl WriterThread {
+    fn run(mut self, shared: &WriterShared) {
         loop {
             let (owner, waiting, bounds) = shared.next();
             let (written, missing) = self.write(&shared.files, &owner, &waiting, bounds);
@@ -177,7 +187,13 @@ impl Writing {
     }
 
     /// Returns how many lines were written, and how many are missing since.
-    fn write(&mut self, files: &Files, owner: &Owner, waiting: &Waiting, bounds: Bounds) -> (u64, u64) {
+    fn write(
+        &mut self,
+        files: &LogFiles,
+        owner: &LogOwner,
+        waiting: &PendingLines,
+        bounds: LogBounds,
+    ) -> (u64, u64) {
         let gap = self.gaps.remove(owner).unwrap_or(0);
         let note = match gap {
             0 => String::new(),
@@ -198,7 +214,7 @@ impl Writing {
         (there, missing)
     }
 
-    fn complain(&mut self, owner: &Owner, why: &str) {
+    fn complain(&mut self, owner: &LogOwner, why: &str) {
         if self.complained.is_none_or(|last| last.elapsed() >= COMPLAIN_EVERY) {
             self.complained = Some(Instant::now());
             let (code, site) = (fault::LOG, &owner.site);
@@ -215,23 +231,23 @@ fn count(lines: &[u8]) -> u64 {
 mod tests {
     use std::fs;
 
-    use nagaya_cmdb::{SiteName, TenantName};
+    use nagaya_records::{SiteName, TenantName};
 
     use super::*;
 
-    const BOUNDS: Bounds = Bounds { bytes_max: 1 << 20, files_max: 2 };
+    const BOUNDS: LogBounds = LogBounds { bytes_max: 1 << 20, files_max: 2 };
 
-    fn owner(site: &str) -> Owner {
-        Owner { tenant: TenantName::new("alice").unwrap(), site: SiteName::new(site).unwrap() }
+    fn owner(site: &str) -> LogOwner {
+        LogOwner { tenant: TenantName::new("alice").unwrap(), site: SiteName::new(site).unwrap() }
     }
 
-    fn queue() -> Queue {
+    fn queue() -> WriterQueue {
         let waiting = HashMap::new();
-        Queue { bounds: BOUNDS, line: VecDeque::new(), waiting, bytes: 0, is_writing: false }
+        WriterQueue { bounds: BOUNDS, line: VecDeque::new(), waiting, bytes: 0, is_writing: false }
     }
 
     #[test]
-    fn what_waits_is_bounded_and_each_has_its_turn() {
+    fn waiting_lines_are_bounded_and_each_site_has_its_turn() {
         let (mut queue, line) = (queue(), vec![b'x'; WAITING_OF_ONE_MAX / 2]);
         for site in ["a", "b", "a", "a"] {
             assert!(queue.add(&owner(site), &line));
@@ -254,8 +270,8 @@ mod tests {
     #[test]
     fn lines_come_to_their_files() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Files::new(dir.path().join("logs"), 0);
-        let writer = Writer::over(files, BOUNDS, Metrics::new()).unwrap();
+        let files = LogFiles::new(dir.path().join("logs"), 0);
+        let writer = LogWriter::over(files, BOUNDS, KeeperMetrics::new()).unwrap();
         for line in ["one", "two"] {
             writer.add(&owner("a"), dated(SystemTime::now(), line).as_bytes());
         }
@@ -269,11 +285,11 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_be_written_is_counted_and_said_where_it_is_missing() {
+    fn unwritten_lines_are_counted_and_noted_where_they_miss() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut writing, full) = (Writing::default(), Files::new(dir.path().into(), u64::MAX));
-        let wait = |lines: &str, refused| Waiting { lines: lines.into(), refused };
-        let write = |writing: &mut Writing, files: &Files, waiting: Waiting| {
+        let (mut writing, full) = (WriterThread::default(), LogFiles::new(dir.path().into(), u64::MAX));
+        let wait = |lines: &str, refused| PendingLines { lines: lines.into(), refused };
+        let write = |writing: &mut WriterThread, files: &LogFiles, waiting: PendingLines| {
             writing.write(files, &owner("a"), &waiting, BOUNDS)
         };
         assert_eq!(write(&mut writing, &full, wait("1\n2\n", 3)), (0, 5));
@@ -281,7 +297,7 @@ mod tests {
         assert!(complained.is_some());
         assert_eq!(write(&mut writing, &full, wait("3\n", 0)), (0, 1), "those of before are counted once");
         assert_eq!(writing.complained, complained, "once a minute");
-        let files = Files::new(dir.path().into(), 0);
+        let files = LogFiles::new(dir.path().into(), 0);
         assert_eq!(write(&mut writing, &files, wait("4\n", 0)), (1, 0));
         assert_eq!(write(&mut writing, &files, wait("5\n", 0)), (1, 0));
         let said = files.last(&owner("a"), 1_000).unwrap();

@@ -1,4 +1,5 @@
-//! The first process of a tree: a child of the keeper's, or a program in a sandbox, which its own init looks after.
+//! The first process of a tree: a child of the keeper's, or a sandboxed program watched by its own
+//! init.
 //!
 //! Not here: the life of the tree (`process`), starting it (`spawn`, `instances::start`).
 
@@ -6,20 +7,21 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
+use nagaya_keeper_api::protocol::ProcessExit;
 use rustix::process::{Pid, Signal, pidfd_send_signal};
 
-use crate::protocol::Exit;
-use crate::sandbox::{Sandbox, Task};
-use crate::sys::{self, Child};
+use crate::sandbox::{Sandbox, SandboxTask};
+use crate::sys::{self, SpawnedChild};
 
 #[derive(Debug)]
-pub enum Root {
-    Child(Child),
-    Sandboxed { sandbox: Arc<Sandbox>, task: Task },
+pub enum TreeRoot {
+    Child(SpawnedChild),
+    Sandboxed { sandbox: Arc<Sandbox>, task: SandboxTask },
 }
 
-impl Root {
-    /// Its number on the node. None: in a sandbox, where it has another and the keeper needs neither.
+impl TreeRoot {
+    /// Returns its number on the node. `None` in a sandbox, where it has another and the keeper
+    /// needs neither.
     pub fn pid(&self) -> Option<Pid> {
         match self {
             Self::Child(child) => Some(child.pid),
@@ -27,7 +29,7 @@ impl Root {
         }
     }
 
-    /// Readable once it has ended.
+    /// Returns a descriptor that is readable once it has ended.
     pub fn end(&self) -> BorrowedFd<'_> {
         match self {
             Self::Child(child) => child.pidfd.as_fd(),
@@ -42,7 +44,7 @@ impl Root {
         }
     }
 
-    /// Kills it, and in a sandbox everything else with it.
+    /// Kills it, and in a sandbox everything else, too.
     pub fn kill(&self) -> io::Result<()> {
         match self {
             Self::Child(_) => self.signal(Signal::KILL),
@@ -50,8 +52,8 @@ impl Root {
         }
     }
 
-    /// How it ended; None: it runs. Said once.
-    pub fn try_reap(&self) -> io::Result<Option<Exit>> {
+    /// Returns how it ended. `None` while it runs. Reported once.
+    pub fn try_reap(&self) -> io::Result<Option<ProcessExit>> {
         match self {
             Self::Child(child) => sys::try_reap(child.pidfd.as_fd()),
             Self::Sandboxed { task, .. } => task.try_exit(),

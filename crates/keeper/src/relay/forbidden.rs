@@ -1,22 +1,24 @@
-//! Where no application and no program of a tenant gets by itself, whatever name or form of an address leads there: the node
-//! and what is beside it, clouds' services of metadata, and the nodes and the store of its cluster.
+//! Destinations that no application and no program of a tenant reaches by itself, under any name or
+//! form of address. These are the node and its link, metadata services of clouds, and the nodes and
+//! the store of its cluster.
 //!
-//! Such a place is reached only if a record names it by its address (`place`). Not here: making connections (`outside`,
-//! `place`).
+//! Such an endpoint is reached only if a record names it by its address (`endpoint`). Not here:
+//! making connections (`outside`, `endpoint`).
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::Table;
+use nagaya_records::RecordIndex;
 use parking_lot::{Mutex, RwLock};
 use tokio::net::lookup_host;
 
-use crate::netlink;
+use crate::netlink::route;
 
-/// Services of clouds that give whoever connects the machine's credentials, or configure it: first address, length of the
-/// prefix in bits, and who documents it. Those at 169.254.0.0/16 and fe80::/10 are refused with all that is link-local.
+/// Services of clouds that give their clients the machine's credentials, or configure it. Fields:
+/// first address, length of the prefix in bits, and the documenting company. Those at
+/// 169.254.0.0/16 and fe80::/10 are refused with all link-local addresses.
 const METADATA: &[(IpAddr, u8, &str)] = &[
     (v4([169, 254, 169, 254]), 32, "AWS, Azure, Google Cloud, Oracle, OpenStack: instance metadata"),
     (v4([169, 254, 170, 2]), 32, "AWS: credentials of ECS tasks"),
@@ -47,28 +49,28 @@ const fn v6(groups: [u16; 8]) -> IpAddr {
 /// The port at which members of etcd speak with each other (etcd, `--listen-peer-urls`).
 const ETCD_PEER_PORT: u16 = 2380;
 
-/// How long names of the store's endpoints are taken to mean the same.
+/// Time for which the addresses of the store's endpoints are cached.
 const LOOKED_UP_FOR: Duration = Duration::from_secs(30);
 
-/// Addresses of all names of the store together.
+/// Maximum number of addresses of all names of the store together.
 const ETCD_ADDRESSES_MAX: usize = 64;
 
-/// What the cluster of this node has, as far as the keeper knows it.
+/// The cluster of this node, as far as the keeper knows it.
 #[derive(Debug, Default)]
 pub struct ForbiddenPlaces {
     /// Has the nodes' records. `None` in tests.
-    table: Option<Arc<RwLock<Table>>>,
+    table: Option<Arc<RwLock<RecordIndex>>>,
     /// The store's endpoints, `host:port`.
     etcd: RwLock<Vec<String>>,
     looked_up: Mutex<Option<(Instant, Arc<[SocketAddr]>)>>,
 }
 
 impl ForbiddenPlaces {
-    pub fn new(table: Arc<RwLock<Table>>, etcd: Vec<String>) -> Self {
+    pub fn new(table: Arc<RwLock<RecordIndex>>, etcd: Vec<String>) -> Self {
         Self { table: Some(table), etcd: RwLock::new(etcd), looked_up: Mutex::default() }
     }
 
-    /// Other endpoints of the store.
+    /// Sets the endpoints of the store.
     pub fn set_etcd(&self, etcd: &[String]) {
         let mut known = self.etcd.write();
         if *known != etcd {
@@ -77,11 +79,12 @@ impl ForbiddenPlaces {
         }
     }
 
-    /// Whether a connection may go there. `shared_ports`: of the cluster's nodes, these are for all tenants; `own_ports`: of
-    /// this node.
+    /// Whether a connection may go there. `shared_ports` of the cluster's nodes and `own_ports` of
+    /// this node are open to all tenants.
     ///
     /// # Errors
-    /// `PermissionDenied` with what the place is; others if the kernel cannot be asked about its own addresses.
+    /// `PermissionDenied` with a description of the endpoint; others if the kernel cannot be
+    /// queried about its own addresses.
     pub async fn judge(&self, to: SocketAddr, own_ports: &[u16], shared_ports: &[u16]) -> io::Result<()> {
         let canonical = to.ip().to_canonical();
         let etcd = self.etcd_addresses().await;
@@ -92,8 +95,8 @@ impl ForbiddenPlaces {
             if let Some(what) = what_is_near(address) {
                 return Err(refuse(what));
             }
-            // What an address stands for may be nowhere to be reached from here.
-            let asked = netlink::is_own(address);
+            // An embedded address may be unreachable from here.
+            let asked = route::is_own(address);
             let is_own = matches!(asked, Ok(true));
             if is_own && !may(own_ports) {
                 return Err(refuse("the node itself"));
@@ -121,7 +124,7 @@ impl ForbiddenPlaces {
         nodes.iter().filter_map(|node| address(&node.peer)).collect()
     }
 
-    /// Where the store is. Of a name that is not found now, where it was.
+    /// Returns the store's addresses. For a name that is not found now, its last ones.
     async fn etcd_addresses(&self) -> Arc<[SocketAddr]> {
         let endpoints = self.etcd.read().clone();
         let known = self.looked_up.lock().clone();
@@ -158,7 +161,7 @@ fn refuse(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, why)
 }
 
-/// The address, and each IPv4 address that it stands for where something translates or tunnels it.
+/// Returns the address, and each IPv4 address that it contains for a translation or tunnel.
 fn meanings(address: IpAddr) -> Vec<IpAddr> {
     let mut meanings = vec![address.to_canonical()];
     let IpAddr::V6(address) = address else { return meanings };
@@ -166,17 +169,18 @@ fn meanings(address: IpAddr) -> Vec<IpAddr> {
     let mut add = |octets: [u8; 4]| meanings.push(v4(octets));
     let last = [bytes[12], bytes[13], bytes[14], bytes[15]];
     match address.segments() {
-        // NAT64: the well-known prefix (RFC 6052, section 2.1), and IPv4-compatible and translated addresses (RFC 4291,
-        // section 2.5.5.1; RFC 2765, section 2.1).
+        // NAT64: the well-known prefix (RFC 6052, section 2.1), and IPv4-compatible and translated
+        // addresses (RFC 4291, section 2.5.5.1; RFC 2765, section 2.1).
         [0x0064, 0xff9b, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0xffff, 0, ..] => add(last),
-        // NAT64 of a network's own (RFC 8215): by a prefix of 96 bits, or of 48 (RFC 6052, section 2.2).
+        // NAT64 of a network's own (RFC 8215): by a prefix of 96 bits, or of 48 (RFC 6052, section
+        // 2.2).
         [0x0064, 0xff9b, 1, ..] => {
             add(last);
             add([bytes[6], bytes[7], bytes[9], bytes[10]]);
         }
         // 6to4 (RFC 3056, section 2).
         [0x2002, ..] => add([bytes[2], bytes[3], bytes[4], bytes[5]]),
-        // Teredo: the server, and the client with all bits turned (RFC 4380, section 4).
+        // Teredo: the server, and the client with all bits inverted (RFC 4380, section 4).
         [0x2001, 0, ..] => {
             add([bytes[4], bytes[5], bytes[6], bytes[7]]);
             add(last.map(|byte| !byte));
@@ -188,7 +192,8 @@ fn meanings(address: IpAddr) -> Vec<IpAddr> {
     meanings
 }
 
-/// What is at an address that no network leads to, or no tenant is to reach by any. `None`: it may be elsewhere.
+/// Describes an address that no network leads to, or that no tenant may reach by any. `None` if it
+/// may be elsewhere.
 fn what_is_near(address: IpAddr) -> Option<&'static str> {
     let is_metadata = METADATA.iter().any(|(first, bits, _)| is_within(address, *first, *bits));
     if is_metadata {
@@ -243,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_near_is_refused_in_each_form() {
+    fn nearby_address_is_refused_in_each_form() {
         for bad in [
             "127.0.0.1",
             "127.77.0.9",
@@ -303,9 +308,9 @@ mod tests {
 
     #[test]
     fn nodes_and_the_store_of_the_cluster_are_refused() {
-        let mut table = Table::new();
+        let mut table = RecordIndex::new();
         let node = r#"{"name":"b","id":"00000000000000000000000000000000","peer":"203.0.113.9:7443","cpus":1,"memory_bytes":1,"version":"0"}"#;
-        table.apply(nagaya_cmdb::Change::PutNode(serde_json::from_str(node).unwrap())).unwrap();
+        table.apply(nagaya_records::RecordChange::PutNode(serde_json::from_str(node).unwrap())).unwrap();
         let etcd = vec!["203.0.113.77:2379".into(), "[2001:db8::77]:4001".into()];
         let places = ForbiddenPlaces::new(Arc::new(RwLock::new(table)), etcd);
         for (to, what) in [
@@ -321,7 +326,8 @@ mod tests {
             let said = judge(&places, to, &[443], &[3306]).unwrap_err();
             assert!(said.contains(what), "{to}: {said}");
         }
-        // Sites of the other node, services that all tenants may use, and what else is beside the store.
+        // Sites of the other node, services that all tenants may use, and what else is beside the
+        // store.
         for to in ["203.0.113.9:443", "203.0.113.9:3306", "203.0.113.77:3306", "203.0.113.10:22"] {
             assert_eq!(judge(&places, to, &[443], &[3306]), Ok(()), "{to}");
         }

@@ -1,7 +1,9 @@
-//! Names for a sandbox that reaches all outside: its questions go to the resolver that the node itself asks, as they are.
+//! Name resolution for a sandbox that reaches all outside: its queries go unchanged to the node's
+//! own resolver.
 //!
-//! Nothing in them is read. Each is answered by whoever is asked first and does answer, or not at all, and then the
-//! application asks again. Not here: where the sandbox asks (`sandbox::RESOLVER`), names in records (`place`).
+//! Nothing in them is read. The first resolver that responds answers each query, or none does, and
+//! then the application repeats it. Not here: the resolver's address in the sandbox
+//! (`sandbox::RESOLVER`), names in records (`endpoint`).
 
 use std::fmt;
 use std::fs;
@@ -18,35 +20,37 @@ use tokio::sync::Semaphore;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{sleep, timeout};
 
-use super::Counts;
-use super::tcp::Target;
+use super::counts::RelayCounts;
+use super::tcp::TcpTarget;
 
-/// Whom the node asks (resolv.conf(5)).
+/// File with the node's resolvers (resolv.conf(5)).
 const RESOLVERS: &str = "/etc/resolv.conf";
 
-/// So many of them, as the C library does.
+/// Maximum number of them, as in the C library.
 const RESOLVERS_MAX: usize = 3;
 
 /// The port of name servers.
 const PORT: u16 = 53;
 
-/// Questions of one instance that wait for their answers. More are not taken before one of these is done.
+/// Maximum number of queries of one instance that wait for responses. Further ones are not accepted
+/// before one of these is done.
 const QUESTIONS_MAX: usize = 64;
 
-/// The same of all instances, for each has a descriptor and a buffer of the keeper's. More are not asked.
+/// The same for all instances, because each has a descriptor and a buffer of the keeper's. Further
+/// ones are not sent.
 pub const NODE_QUESTIONS_MAX: usize = 1024;
 
-/// Pause after a question was not received: what that was for may last.
+/// Pause after a query was not received: the cause may last.
 const RECEIVE_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long one of the node's resolvers may take.
+/// Maximum time for one of the node's resolvers.
 const ANSWER_MAX: Duration = Duration::from_secs(3);
 
 /// The longest datagram.
 const DATAGRAM_MAX: usize = 65_535;
 
-/// Answers short questions as long as it is polled. `of_all` has `NODE_QUESTIONS_MAX` permits.
-pub async fn answer(questions: OwnedFd, counts: Arc<Counts>, of_all: Arc<Semaphore>) {
+/// Answers short queries while it is polled. `of_all` has `NODE_QUESTIONS_MAX` permits.
+pub async fn answer(questions: OwnedFd, counts: Arc<RelayCounts>, of_all: Arc<Semaphore>) {
     let socket = match UdpSocket::from_std(questions.into()) {
         Ok(socket) => Rc::new(socket),
         Err(error) => {
@@ -70,7 +74,7 @@ pub async fn answer(questions: OwnedFd, counts: Arc<Counts>, of_all: Arc<Semapho
             }
         };
         let Ok(permit_of_all) = Arc::clone(&of_all).try_acquire_owned() else {
-            counts.failed("names: as many questions as the node may have wait for answers".into());
+            counts.failed("names: the node has reached its limit of waiting queries".into());
             continue;
         };
         let (question, socket, counts) = (buffer[..len].to_vec(), Rc::clone(&socket), Arc::clone(&counts));
@@ -99,7 +103,7 @@ async fn ask(question: &[u8]) -> io::Result<Vec<u8>> {
 async fn ask_one(resolver: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     let any = if resolver.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
     let socket = UdpSocket::bind(any).await?;
-    // From nobody else is anything received.
+    // Only its datagrams are received.
     socket.connect(resolver).await?;
     socket.send(question).await?;
     let mut answer = vec![0; DATAGRAM_MAX];
@@ -108,7 +112,7 @@ async fn ask_one(resolver: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-/// As the node's own file says now.
+/// Reads the node's own file.
 async fn resolvers() -> Vec<SocketAddr> {
     let text = spawn_blocking(|| fs::read_to_string(RESOLVERS)).await;
     read(&text.ok().and_then(Result::ok).unwrap_or_default())
@@ -127,7 +131,7 @@ fn read(text: &str) -> Vec<SocketAddr> {
     found
 }
 
-/// Questions whose answers are too long for one datagram.
+/// Queries whose responses are too long for one datagram.
 pub struct LongQuestions;
 
 impl fmt::Display for LongQuestions {
@@ -136,7 +140,7 @@ impl fmt::Display for LongQuestions {
     }
 }
 
-impl Target for LongQuestions {
+impl TcpTarget for LongQuestions {
     async fn connect(&self, _: &TcpStream) -> io::Result<TcpStream> {
         TcpStream::connect(&resolvers().await[..]).await
     }
@@ -157,15 +161,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_more_than_the_node_may_ask_is_not_asked() {
+    async fn name_lookup_over_the_nodes_limit_is_not_asked() {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         socket.set_nonblocking(true).unwrap();
         let application = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         application.send_to(b"a question", socket.local_addr().unwrap()).await.unwrap();
-        let counts = Arc::new(Counts::default());
+        let counts = Arc::new(RelayCounts::default());
         let answering = answer(socket.into(), Arc::clone(&counts), Arc::new(Semaphore::new(0)));
-        let is_said =
-            || counts.last_failure.lock().as_ref().is_some_and(|why| why.contains("the node may have"));
+        let is_said = || {
+            counts
+                .last_failure
+                .lock()
+                .as_ref()
+                .is_some_and(|why| why.contains("reached its limit of waiting queries"))
+        };
         let said = async {
             while !is_said() {
                 tokio::task::yield_now().await;

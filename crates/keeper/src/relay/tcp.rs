@@ -1,6 +1,6 @@
-//! Ways out with TCP at both ends: they differ in where they lead, and in nothing else.
+//! Ways out with TCP at both ends. They differ only in their destination.
 //!
-//! Not here: where that is (`place`, `outside`, `names`), passing on (`pass`).
+//! Not here: where that is (`endpoint`, `outside`, `names`), passing on (`pass`).
 
 use std::fmt::{self, Display};
 use std::io;
@@ -9,27 +9,27 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 
-use super::pass::Way;
+use super::transport::EgressTransport;
 
-/// How long nothing may come before it is asked whether the other end is still there.
+/// Time without bytes after which the connection is checked (TCP keepalive).
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// Where such a way leads. Its text is how it is named in a record.
-pub trait Target: Display + 'static {
-    /// Makes the connection outside that belongs to this one.
+/// Destination of such a way. Its text is its name in a record.
+pub trait TcpTarget: Display + 'static {
+    /// Makes the matching connection outside.
     async fn connect(&self, inside: &TcpStream) -> io::Result<TcpStream>;
 }
 
 /// The way to such a target.
-pub struct Tcp<T>(pub T);
+pub struct TcpTransport<T>(pub T);
 
-impl<T: Display> Display for Tcp<T> {
+impl<T: Display> Display for TcpTransport<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
-impl<T: Target> Way for Tcp<T> {
+impl<T: TcpTarget> EgressTransport for TcpTransport<T> {
     type Listener = TcpListener;
     type Stream = TcpStream;
 
@@ -57,7 +57,7 @@ impl<T: Target> Way for Tcp<T> {
     }
 
     fn reset(inside: &TcpStream) {
-        // What cannot be set closes as usual.
+        // If this cannot be set, the connection closes as usual.
         let _ = inside.set_zero_linger();
     }
 }

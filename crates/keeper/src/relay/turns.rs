@@ -1,58 +1,61 @@
-//! Whose turn it is in a conversation with a database: from a question's first byte to the answer's. Pure.
+//! Follows the turns of a conversation with a database: from a query's first byte to that of its
+//! response. Pure.
 //!
-//! Databases are known by what they say: MySQL and MariaDB greet first, PostgreSQL is asked for a version that is its own.
-//! Of MySQL only commands count, as far as they can be read: not its log-in, nor what it does not answer. Where a
-//! conversation is encrypted or compressed, and with PostgreSQL, each thing said counts that is answered. Not here: adding
-//! up (`watched`), what is said in any other conversation, which is nobody's business.
+//! Databases are recognized by their first bytes. MySQL and MariaDB send a greeting, and
+//! PostgreSQL's client requests a version that is its own. With MySQL only commands count, as far
+//! as they can be read: not its login, nor commands without a response. In an encrypted or
+//! compressed conversation, and with PostgreSQL, each client message with a response counts. Not
+//! here: adding up (`watched`). Other conversations are not read.
 
-/// Bytes of the head of a packet of MySQL: three of its length, one of its number; and the first of what it says.
+/// Length of the head of a MySQL packet: three bytes of its length, one of its number. And that of
+/// its first content.
 const MYSQL_HEAD: usize = 4;
 
 /// Version of MySQL's protocol, in its greeting.
 const MYSQL_PROTOCOL: u8 = 10;
 
-/// Commands that are not answered: `COM_QUIT`, `COM_STMT_SEND_LONG_DATA`, `COM_STMT_CLOSE`.
+/// Commands without a response: `COM_QUIT`, `COM_STMT_SEND_LONG_DATA`, `COM_STMT_CLOSE`.
 const MYSQL_SILENT: [u8; 3] = [0x01, 0x18, 0x19];
 
-/// What a client says it can in its answer to the greeting: `CLIENT_COMPRESS`, `CLIENT_SSL`, `CLIENT_ZSTD_COMPRESSION_ALGORITHM`.
-/// What follows cannot be read any more.
+/// Capabilities in a client's response to the greeting: `CLIENT_COMPRESS`, `CLIENT_SSL`,
+/// `CLIENT_ZSTD_COMPRESSION_ALGORITHM`. The bytes after it cannot be read any more.
 const MYSQL_OPAQUE: u32 = 0x20 | 0x800 | 0x0400_0000;
 
-/// The first number of a client of PostgreSQL: version 3.0, or a question whether to encrypt (TLS, GSSAPI).
+/// The first number of a client of PostgreSQL: version 3.0, or a request to encrypt (TLS, GSSAPI).
 const POSTGRES: [u32; 3] = [196_608, 80_877_103, 80_877_104];
 
 #[derive(Debug, Default)]
-pub struct Turns {
-    kind: Kind,
-    /// A question waits for its answer.
+pub struct QueryTracker {
+    kind: ProtocolState,
+    /// A query waits for its response.
     is_waiting: bool,
 }
 
 #[derive(Debug, Default)]
-enum Kind {
-    /// Nobody has said anything.
+enum ProtocolState {
+    /// Neither side has sent anything.
     #[default]
     Unknown,
-    /// Greeted, and what the client says is read.
-    MySql(Packets),
-    /// A database, whose words are not read.
+    /// Greeted, and the client's packets are read.
+    MySql(MySqlPackets),
+    /// A database, whose messages are not read.
     Opaque,
     Other,
 }
 
-impl Turns {
-    /// The client has said this. True: a question begins.
+impl QueryTracker {
+    /// Processes bytes of the client. Returns true if a query begins.
     pub fn asks(&mut self, said: &[u8]) -> bool {
-        if let Kind::Unknown = self.kind {
-            self.kind = if is_postgres(said) { Kind::Opaque } else { Kind::Other };
+        if let ProtocolState::Unknown = self.kind {
+            self.kind = if is_postgres(said) { ProtocolState::Opaque } else { ProtocolState::Other };
         }
         let is_question = match &mut self.kind {
-            Kind::Unknown | Kind::Other => false,
-            Kind::Opaque => true,
-            Kind::MySql(packets) => {
+            ProtocolState::Unknown | ProtocolState::Other => false,
+            ProtocolState::Opaque => true,
+            ProtocolState::MySql(packets) => {
                 let read = packets.read(said);
                 if packets.is_opaque {
-                    self.kind = Kind::Opaque;
+                    self.kind = ProtocolState::Opaque;
                 }
                 read
             }
@@ -60,16 +63,20 @@ impl Turns {
         is_question && !std::mem::replace(&mut self.is_waiting, true)
     }
 
-    /// The server has said this. True: a question is answered, or its answer begins.
+    /// Processes bytes of the server. Returns true if a query is answered, or its response begins.
     pub fn answers(&mut self, said: &[u8]) -> bool {
-        if let Kind::Unknown = self.kind {
+        if let ProtocolState::Unknown = self.kind {
             let is_greeting = said.get(3) == Some(&0) && said.get(MYSQL_HEAD) == Some(&MYSQL_PROTOCOL);
-            self.kind = if is_greeting { Kind::MySql(Packets::default()) } else { Kind::Other };
+            self.kind = if is_greeting {
+                ProtocolState::MySql(MySqlPackets::default())
+            } else {
+                ProtocolState::Other
+            };
         }
         std::mem::take(&mut self.is_waiting)
     }
 
-    /// It is over. True: a question was open.
+    /// Ends the conversation. Returns true if a query was open.
     pub fn end(&mut self) -> bool {
         std::mem::take(&mut self.is_waiting)
     }
@@ -82,19 +89,19 @@ fn is_postgres(said: &[u8]) -> bool {
         && number(4).is_some_and(|n| POSTGRES.contains(&n))
 }
 
-/// The packets a client of MySQL sends, in whatever pieces.
+/// Splits a MySQL client's bytes, in pieces of any length, into packets.
 #[derive(Debug, Default)]
-struct Packets {
+struct MySqlPackets {
     /// Head and first bytes of the present packet: its flags are the first four.
     head: Vec<u8>,
-    /// Bytes of the present packet that are still to come, once its head is whole.
+    /// Rest of the present packet, bytes, once its head is whole.
     left: usize,
     has_logged_in: bool,
     is_opaque: bool,
 }
 
-impl Packets {
-    /// True: a command that is answered is among them.
+impl MySqlPackets {
+    /// Returns true if a command with a response is among them.
     fn read(&mut self, mut said: &[u8]) -> bool {
         let mut is_question = false;
         while !said.is_empty() && !self.is_opaque {
@@ -125,7 +132,8 @@ impl Packets {
         is_question
     }
 
-    /// The answer to the greeting is the first packet; its first four bytes say what follows.
+    /// Processes the first packet, the response to the greeting. Its first four bytes determine the
+    /// rest.
     fn log_in(&mut self) {
         if let Some(flags) = self.head.get(MYSQL_HEAD..MYSQL_HEAD + 4).and_then(|bytes| bytes.try_into().ok())
         {
@@ -144,8 +152,8 @@ mod tests {
         [&len[..3], &[number], body].concat()
     }
 
-    fn greeted(flags: u32) -> Turns {
-        let mut turns = Turns::default();
+    fn greeted(flags: u32) -> QueryTracker {
+        let mut turns = QueryTracker::default();
         assert!(!turns.answers(&packet(0, b"\x0a8.0.36\0...")));
         let log_in = packet(1, &[&flags.to_le_bytes()[..], &[0; 60]].concat());
         assert!(!turns.asks(&log_in), "logging in is no query");
@@ -192,12 +200,12 @@ mod tests {
                 said.iter_mut().skip(1).step_by(5).for_each(|byte| *byte = 0);
                 said.iter_mut().skip(2).step_by(5).for_each(|byte| *byte = 0);
             }
-            let (mut whole, mut pieces) = (Packets::default(), Packets::default());
+            let (mut whole, mut pieces) = (MySqlPackets::default(), MySqlPackets::default());
             let at_once = whole.read(&said);
             let in_pieces = said.chunks(size).fold(false, |any, piece| pieces.read(piece) | any);
             proptest::prop_assert_eq!(at_once, in_pieces);
             proptest::prop_assert!(pieces.head.len() <= MYSQL_HEAD + 4);
-            let mut turns = Turns::default();
+            let mut turns = QueryTracker::default();
             for piece in said.chunks(size) {
                 let begun = turns.asks(piece);
                 proptest::prop_assert_eq!(turns.answers(piece), begun, "what begins is answered by whatever comes");
@@ -206,28 +214,28 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_counts_by_turns() {
+    fn unreadable_traffic_counts_by_turns() {
         for flags in [0x20, 0x800, 0x0400_0000] {
             let mut turns = greeted(flags);
             assert!(turns.asks(b"anything"), "{flags:x}");
             assert!(!turns.asks(b"more of it"));
             assert!(turns.answers(b"x"));
         }
-        let mut postgres = Turns::default();
+        let mut postgres = QueryTracker::default();
         assert!(postgres.asks(b"\0\0\0\x08\x04\xd2\x16\x2f"));
         assert!(postgres.answers(b"N"));
         assert!(postgres.asks(b"\0\0\0\x14\0\x03\0\0user\0alice\0\0"));
     }
 
     #[test]
-    fn what_is_no_database_counts_nothing() {
-        let mut http = Turns::default();
+    fn traffic_of_other_protocols_counts_no_queries() {
+        let mut http = QueryTracker::default();
         assert!(!http.asks(b"GET / HTTP/1.1\r\n"));
         assert!(!http.answers(b"HTTP/1.1 200 OK\r\n"));
-        let mut smtp = Turns::default();
+        let mut smtp = QueryTracker::default();
         assert!(!smtp.answers(b"220 mail\r\n") && !smtp.asks(b"EHLO x\r\n"));
         for short in [&b""[..], b"\0", b"\0\0\0\x08", b"\xff\xff\xff\xff\0\x03\0\0"] {
-            assert!(!Turns::default().asks(short), "{}", short.escape_ascii());
+            assert!(!QueryTracker::default().asks(short), "{}", short.escape_ascii());
         }
     }
 }

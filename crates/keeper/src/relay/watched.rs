@@ -1,7 +1,8 @@
-//! Listening to connections as they are passed on: when a question to a database begins, and when its answer does.
+//! Observes connections as they are passed on: when a database query begins, and when its response
+//! begins.
 //!
-//! Of several questions at once the time counts once: it is how long the instance had at least one open. Not here: what
-//! a question is (`turns`).
+//! The time of several queries at once counts once: it is how long the instance had at least one
+//! open. Not here: recognizing a query (`turns`).
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -12,24 +13,25 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
+use nagaya_keeper_api::database_waits::{DatabaseWaits, WaitTotals};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::Counts;
-use super::turns::Turns;
-use crate::metrics::Metrics;
-use crate::tally::{Tally, Totals};
+use crate::metrics::KeeperMetrics;
 
-/// The questions of one instance.
-pub struct Questions {
+use super::counts::RelayCounts;
+use super::turns::QueryTracker;
+
+/// The queries of one instance.
+pub struct OpenQueries {
     open: Cell<u32>,
     since: Cell<Instant>,
-    counts: Arc<Counts>,
-    tally: Arc<Tally>,
-    metrics: Metrics,
+    counts: Arc<RelayCounts>,
+    tally: Arc<DatabaseWaits>,
+    metrics: KeeperMetrics,
 }
 
-impl Questions {
-    pub fn new(counts: Arc<Counts>, tally: Arc<Tally>, metrics: Metrics) -> Self {
+impl OpenQueries {
+    pub fn new(counts: Arc<RelayCounts>, tally: Arc<DatabaseWaits>, metrics: KeeperMetrics) -> Self {
         Self { open: Cell::new(0), since: Cell::new(Instant::now()), counts, tally, metrics }
     }
 
@@ -50,32 +52,32 @@ impl Questions {
         let waited_us = self.counts.waited_us.fetch_add(us, Ordering::Relaxed) + us;
         let queries = self.counts.queries.fetch_add(1, Ordering::Relaxed) + 1;
         // A file in memory that has its length already: only a figure would be missing.
-        let _ = self.tally.write(Totals { waited_us, queries });
+        let _ = self.tally.write(WaitTotals { waited_us, queries });
     }
 }
 
 /// One conversation.
-pub struct Conversation {
-    turns: RefCell<Turns>,
-    questions: Rc<Questions>,
+pub struct DatabaseConversation {
+    turns: RefCell<QueryTracker>,
+    questions: Rc<OpenQueries>,
 }
 
-impl Conversation {
-    pub fn new(questions: Rc<Questions>) -> Rc<Self> {
+impl DatabaseConversation {
+    pub fn new(questions: Rc<OpenQueries>) -> Rc<Self> {
         Rc::new(Self { turns: RefCell::default(), questions })
     }
 
-    fn heard(&self, side: Side, said: &[u8]) {
+    fn heard(&self, side: SpeakingSide, said: &[u8]) {
         let mut turns = self.turns.borrow_mut();
         match side {
-            Side::Application if turns.asks(said) => self.questions.begin(),
-            Side::Server if turns.answers(said) => self.questions.end(),
+            SpeakingSide::Application if turns.asks(said) => self.questions.begin(),
+            SpeakingSide::Server if turns.answers(said) => self.questions.end(),
             _ => {}
         }
     }
 }
 
-impl Drop for Conversation {
+impl Drop for DatabaseConversation {
     fn drop(&mut self) {
         if self.turns.get_mut().end() {
             self.questions.end();
@@ -83,27 +85,27 @@ impl Drop for Conversation {
     }
 }
 
-/// Who speaks at this end.
+/// The side that sends at this end.
 #[derive(Debug, Clone, Copy)]
-pub enum Side {
+pub enum SpeakingSide {
     Application,
     Server,
 }
 
-/// A connection whose incoming bytes are listened to.
-pub struct Watched<'a, S> {
+/// A connection whose incoming bytes are observed.
+pub struct WatchedStream<'a, S> {
     stream: &'a mut S,
-    side: Side,
-    conversation: Rc<Conversation>,
+    side: SpeakingSide,
+    conversation: Rc<DatabaseConversation>,
 }
 
-impl<'a, S> Watched<'a, S> {
-    pub fn new(stream: &'a mut S, side: Side, conversation: Rc<Conversation>) -> Self {
+impl<'a, S> WatchedStream<'a, S> {
+    pub fn new(stream: &'a mut S, side: SpeakingSide, conversation: Rc<DatabaseConversation>) -> Self {
         Self { stream, side, conversation }
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Watched<'_, S> {
+impl<S: AsyncRead + Unpin> AsyncRead for WatchedStream<'_, S> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -117,7 +119,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Watched<'_, S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<'_, S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for WatchedStream<'_, S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut *self.get_mut().stream).poll_write(cx, bytes)
     }

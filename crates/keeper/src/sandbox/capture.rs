@@ -1,9 +1,10 @@
-//! All of the network at once: every TCP connection of a sandbox that is not to its own loopback comes to one socket of the
-//! keeper's in there, which knows by its own address where it was to go.
+//! Captures the whole network. Every TCP connection to an address outside of the sandbox' loopback
+//! arrives at one socket of the keeper's. The connection's own address shows its destination.
 //!
-//! Two things make that: a route by which every address is the sandbox' own, and a program of the kernel's that gives each
-//! new connection to that socket (`BPF_PROG_TYPE_SK_LOOKUP` of `bpf(2)`). Both are in the sandbox' network and end with it,
-//! the program also with the descriptor that holds it. Not here: where connections go on (`crate::relay`).
+//! Two things achieve that. A route makes every address the sandbox' own. A kernel program gives
+//! each new connection to that socket (`BPF_PROG_TYPE_SK_LOOKUP` of `bpf(2)`). Both are in the
+//! sandbox' network and end with it, the program also with the descriptor that holds it. Not here:
+//! where connections lead (`crate::relay`).
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
@@ -12,37 +13,37 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use super::kernel;
-use super::outlet;
-use crate::netlink;
+use crate::netlink::route;
 
-/// Where the sandbox asks for names.
+use super::{kernel, outlet};
+
+/// Address of the sandbox' name server.
 pub const RESOLVER: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(127, 77, 1, 53), 53);
 
-/// The port of the one socket: of those that no program in there can listen on. Nobody need know it.
+/// The port of the one socket: one that no program in there can listen on. Nobody need know it.
 const PORT: u16 = 1;
 
-/// What a sandbox' connections come to. All of it is to be kept as long as they should.
+/// Sockets at which a sandbox' connections arrive. All of them must be kept while it runs.
 #[derive(Debug)]
-pub struct Capture {
-    /// Not blocking.
+pub struct NetworkCapture {
+    /// Non-blocking.
     pub listener: OwnedFd,
-    /// Questions for names, by UDP and TCP. Not blocking.
+    /// Name queries, by UDP and TCP. Non-blocking.
     pub questions: OwnedFd,
     pub long_questions: OwnedFd,
     /// Dropping it ends the capture.
     pub hold: OwnedFd,
 }
 
-/// In the network this thread is in.
-pub fn capture() -> io::Result<Capture> {
-    netlink::add_all_addresses(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
+/// Captures the network of this thread.
+pub fn capture() -> io::Result<NetworkCapture> {
+    route::add_all_addresses(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
     let v6 = outlet::listen(SocketAddr::from((Ipv6Addr::UNSPECIFIED, PORT)));
     let listener = match v6 {
         // It takes those of IPv4, too.
         Ok(listener) => {
-            // Where IPv6 is turned off there is nothing to take.
-            if let Err(error) = netlink::add_all_addresses(IpAddr::V6(Ipv6Addr::LOCALHOST)) {
+            // Without IPv6 there is nothing to capture.
+            if let Err(error) = route::add_all_addresses(IpAddr::V6(Ipv6Addr::LOCALHOST)) {
                 tracing::debug!(%error, "a sandbox has no IPv6 outside");
             }
             listener
@@ -59,7 +60,7 @@ pub fn capture() -> io::Result<Capture> {
     let hold = give_all_to(listener.as_fd()).map_err(|error| {
         io::Error::new(error.kind(), format!("taking its connections by a program of the kernel's: {error}"))
     })?;
-    Ok(Capture { listener, questions, long_questions, hold })
+    Ok(NetworkCapture { listener, questions, long_questions, hold })
 }
 
 fn give_all_to(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
@@ -70,7 +71,8 @@ fn give_all_to(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     kernel::attach_lookup(program.as_fd(), network.as_fd())
 }
 
-/// Registers by their use in the program: what a function returns and takes, and two that it keeps.
+/// Registers by their use in the program: the result and arguments of a function, and two that it
+/// preserves.
 const R0: u8 = 0;
 const R1: u8 = 1;
 const R2: u8 = 2;
@@ -93,7 +95,7 @@ const IF_OTHER: u8 = 0x55;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
 
-/// The source register that says an immediate value is a map's descriptor (`BPF_PSEUDO_MAP_FD`).
+/// The source register that marks an immediate value as a map's descriptor (`BPF_PSEUDO_MAP_FD`).
 const MAP_FD: u8 = 1;
 
 /// Functions of the kernel.
@@ -101,7 +103,8 @@ const MAP_LOOKUP: i32 = 1;
 const SK_RELEASE: i32 = 86;
 const SK_ASSIGN: i32 = 124;
 
-/// Fields of `struct bpf_sk_lookup`. Addresses are in the order of the network, each word read as it lies.
+/// Fields of `struct bpf_sk_lookup`. Addresses are in network order, each word read as it is
+/// stored.
 const FAMILY: i16 = 8;
 const PROTOCOL: i16 = 12;
 const LOCAL_IP4: i16 = 40;
@@ -110,8 +113,8 @@ const LOCAL_IP6: i16 = 44;
 const INET: i32 = 2;
 const TCP: i32 = 6;
 
-/// Gives a new TCP connection to the first socket of the map, unless it is to 127.0.0.0/8 or ::1: then the kernel goes on
-/// as usual, as it does with all else.
+/// Gives a new TCP connection to the first socket of the map, unless it is to 127.0.0.0/8 or ::1.
+/// In that case, as in all others, the kernel proceeds as usual.
 fn program(map: i32) -> Vec<u64> {
     let first_byte = i32::from_ne_bytes([0xff, 0, 0, 0]);
     let loopback4 = i32::from_ne_bytes([127, 0, 0, 0]);
@@ -126,7 +129,7 @@ fn program(map: i32) -> Vec<u64> {
         code(AND, R2, 0, 0, first_byte),
         code(IF_EQUAL, R2, 0, 23, loopback4),
         code(IF_OTHER, R2, 0, 8, loopback4),
-        // IPv6: three words of nothing, and the fourth.
+        // IPv6: three words of zero, and the fourth.
         code(LOAD_WORD, R2, CONTEXT, LOCAL_IP6, 0),
         code(LOAD_WORD, R3, CONTEXT, LOCAL_IP6 + 4, 0),
         code(OR, R2, R3, 0, 0),

@@ -1,13 +1,15 @@
 //! One message with its descriptors over a socket between the keeper, the launcher and an init.
 //!
-//! All three are this program, and none of them runs a tenant's code; still an init lives among tenants, so its
-//! messages are bounded and checked. Not here: what they mean (`order`), the edge's connections (`crate::codec`).
+//! All three are this program, and none of them runs a tenant's code. Still an init lives among
+//! tenants, so its messages are bounded and checked. Not here: their meaning (`order`), the edge's
+//! connections (`nagaya_keeper_api::codec`).
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use nagaya_keeper_api::codec;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -18,16 +20,16 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::kernel::timespec;
-use crate::codec;
 
-/// Bytes of one message: a program's arguments and environment are the largest part.
+/// Maximum length of one message, bytes: a program's arguments and environment are the largest
+/// part.
 pub const MESSAGE_MAX: usize = nagaya_base::limits::KEEPER_MESSAGE_MAX;
 
-/// Descriptors of one message: an entrance has one for each hierarchy of cgroups, a program six, and a tool that brings an image
-/// back those of its files of memory, too.
+/// Maximum number of descriptors of one message. An entrance has one for each hierarchy of cgroups,
+/// a program six. A tool that restores an image also has those of its files of memory.
 pub const FDS_MAX: usize = 64;
 
-/// Both ends of a new connection.
+/// Returns both ends of a new connection.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
@@ -50,7 +52,7 @@ pub fn send(socket: impl AsFd, message: &impl Serialize, fds: &[BorrowedFd<'_>])
     }
 }
 
-/// The next message. None: the other end has closed.
+/// Receives the next message. `None`: the other end has closed.
 pub fn receive<T: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut buffer = vec![0; MESSAGE_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
@@ -80,7 +82,7 @@ pub fn receive<T: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(T, 
     Ok(Some((message.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?, fds)))
 }
 
-/// The next message, if it comes in time.
+/// Receives the next message, if it comes in time.
 pub fn receive_within<T: DeserializeOwned>(
     socket: impl AsFd,
     within: Duration,

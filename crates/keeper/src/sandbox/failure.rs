@@ -1,29 +1,29 @@
-//! What did not work on the way to a sandbox, in a form that travels.
+//! Failures on the way to a sandbox, in a form that can be sent.
 //!
-//! Not here: what the operator reads of it (`SandboxError`).
+//! Not here: the operator's text (`SandboxError`).
 
 use std::io;
 
 /// A step that failed, in words that follow "cannot", and the number of the error.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct StepFailure {
     pub step: String,
     pub errno: i32,
 }
 
 /// Adds the step to an error.
-pub trait Step<T> {
-    fn step(self, step: impl Into<String>) -> Result<T, Failure>;
+pub trait StepContext<T> {
+    fn step(self, step: impl Into<String>) -> Result<T, StepFailure>;
 }
 
-impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
-    fn step(self, step: impl Into<String>) -> Result<T, Failure> {
+impl<T, E: Into<io::Error>> StepContext<T> for Result<T, E> {
+    fn step(self, step: impl Into<String>) -> Result<T, StepFailure> {
         self.map_err(|error| {
             let (error, step) = (error.into(), step.into());
             match error.raw_os_error() {
-                Some(errno) => Failure { step, errno },
+                Some(errno) => StepFailure { step, errno },
                 // An error of ours says more than any number.
-                None => Failure { step: format!("{step} ({error})"), errno: errno_of(&error) },
+                None => StepFailure { step: format!("{step} ({error})"), errno: errno_of(&error) },
             }
         })
     }

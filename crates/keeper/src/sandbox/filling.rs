@@ -1,55 +1,56 @@
-//! Memory that is written while a tool brings back the processes that have it.
+//! Memory that is written while a tool restores the processes that have it.
 //!
-//! A child of the init writes it, in the sandbox' cell, which so pays for it. The tool maps it meanwhile and needs nothing that
-//! is in it; the processes do. A tool lets go of them with a system call, and that call waits for an answer until all
-//! is written (`restoring`). Where it could not be, the call fails, and the tool ends what it has brought back. Not here: what
-//! is written (`image/shared`).
+//! A child of the init writes it, in the sandbox' cell, which so pays for it. The tool maps it
+//! meanwhile and needs nothing that is in it; the processes do. A tool lets go of them with a
+//! system call, and that call waits for an answer until all is written (`restoring`). Where it
+//! could not be, the call fails, and the tool ends what it has brought back. Not here: what is
+//! written (`image/shared`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use nagaya_keeper_api::protocol::ProcessExit;
 use nix::libc;
 use rustix::fs::SeekFrom;
 
-use super::kernel::{Alone, Fork};
-use super::order::{Fill, Role, Run};
-use crate::protocol::Exit;
+use super::kernel::{ForkOptions, SingleThreaded};
+use super::order::{MemoryFill, ProcessRole, RunRequest};
 
 /// For an error without one: EIO.
 const NO_ERRNO: u8 = 5;
 
-/// What one tool's processes have in common.
+/// State of the writing for one tool.
 #[derive(Debug)]
-pub struct Filling {
-    /// Of who writes.
+pub struct MemoryFilling {
+    /// Number of the writing process.
     pid: u32,
-    /// None: it still does. The error is an errno.
+    /// `None` while it still writes. The error is an errno.
     done: Option<Result<(), i32>>,
 }
 
-impl Filling {
-    /// None: there is nothing to write.
-    pub fn start(alone: &Alone, run: &Run, fds: &[OwnedFd]) -> io::Result<Option<Self>> {
-        let Role::Tool { fills, .. } = &run.role else { return Ok(None) };
+impl MemoryFilling {
+    /// Returns `None` if there is nothing to write.
+    pub fn start(alone: &SingleThreaded, run: &RunRequest, fds: &[OwnedFd]) -> io::Result<Option<Self>> {
+        let ProcessRole::Tool { fills, .. } = &run.role else { return Ok(None) };
         if fills.is_empty() {
             return Ok(None);
         }
-        let (pid, _) = alone.fork(&Fork::default(), |_| {
+        let (pid, _) = alone.fork(&ForkOptions::default(), |_| {
             let Err(error) = fills.iter().try_for_each(|one| fill(one, run, fds)) else { return 0 };
-            // An exit status has room for every errno there is.
+            // An exit status has room for every errno.
             error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(NO_ERRNO)
         })?;
         let pid = u32::try_from(pid).map_err(|_| io::ErrorKind::InvalidData)?;
         Ok(Some(Self { pid, done: None }))
     }
 
-    /// A process has ended, which may have been the one that writes.
-    pub fn ended(&mut self, pid: u32, exit: &Exit) {
+    /// A process has ended, which may have been the writing one.
+    pub fn ended(&mut self, pid: u32, exit: &ProcessExit) {
         if pid == self.pid {
             self.done = Some(match exit.status {
                 Some(0) => Ok(()),
                 Some(errno) => Err(errno),
-                // Nobody but the kernel kills it: there is too little memory.
+                // Only the kernel kills it: there is too little memory.
                 None => Err(libc::ENOMEM),
             });
         }
@@ -59,14 +60,18 @@ impl Filling {
         self.done.is_some()
     }
 
-    /// What came of it, as far as it is known.
+    /// Returns the error of the writing, as far as it is known.
     pub fn errno(&self) -> Option<i32> {
         self.done?.err()
     }
 }
 
 /// Writes a file of memory.
-fn fill(Fill { memory, contents, parts }: &Fill, run: &Run, fds: &[OwnedFd]) -> io::Result<()> {
+fn fill(
+    MemoryFill { memory, contents, parts }: &MemoryFill,
+    run: &RunRequest,
+    fds: &[OwnedFd],
+) -> io::Result<()> {
     let by_number = |number: &i32| -> io::Result<BorrowedFd<'_>> {
         let found = run.fds.iter().zip(fds).find(|(one, _)| *one == number);
         Ok(found.ok_or(io::ErrorKind::InvalidInput)?.1.as_fd())

@@ -1,19 +1,22 @@
-//! Which system calls tenants' programs may make, in a sandbox and as CGI or PHP: the filters and how they are assembled.
+//! The system calls that tenants' programs may make, in a sandbox and as CGI or PHP. These are the
+//! filters and their assembly.
 //!
-//! The list is Docker's default profile (moby, `profiles/seccomp/default.json`), as facts, for a process without any
-//! capability, less what an image could not carry (asynchronous I/O of both kinds, MPTCP, secret memory) and what reaches
-//! into other processes. CGI programs and PHP workers are never in an image, and may do asynchronous I/O of the older kind. Not here:
-//! putting it on (`kernel`, `sys`), who gets it (`program`, `spawn`), the one for memory that an image's file shows (`shown`).
+//! The list is Docker's default profile (moby, `profiles/seccomp/default.json`), as facts, for a
+//! process without any capability. It leaves out calls that an image could not carry (asynchronous
+//! I/O of both kinds, MPTCP, secret memory) and calls that reach into other processes. CGI programs
+//! and PHP workers are never in an image, and may do asynchronous I/O of the older kind. Not here:
+//! setting it (`kernel`, `sys`), the processes that get it (`program`, `spawn`), memory mapped from
+//! an image's file (`mapped_memory_filter`).
 
 use std::sync::LazyLock;
 
 use nix::libc;
 
-use super::kernel::Instruction;
+use super::kernel::FilterInstruction;
 
-/// What happens to a call.
+/// Treatment of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Action {
+enum CallAction {
     Allow,
     /// `EPERM`.
     Refuse,
@@ -23,7 +26,8 @@ enum Action {
     Clone,
     /// Only of families that end in the sandbox.
     Socket,
-    /// The same without MPTCP, which no image can carry: Go listens by it where it can, and by TCP where it cannot.
+    /// As `Socket`, without MPTCP, which no image can carry. Go listens by it where it can, and by
+    /// TCP where it cannot.
     SocketInImage,
     /// Only those of plain Linux.
     Personality,
@@ -38,7 +42,8 @@ pub const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
 pub const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
 pub const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 
-/// Offsets in `struct seccomp_data`: the number, the architecture, the lower half of an argument (little endian).
+/// Offsets in `struct seccomp_data`: the number, the architecture, the lower half of an argument
+/// (little endian).
 pub const NUMBER: u32 = 0;
 pub const ARCHITECTURE: u32 = 4;
 pub const fn argument(index: u32) -> u32 {
@@ -62,27 +67,27 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWNS
 
 const FAMILIES: [libc::c_int; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
 
-/// As Docker has them: Linux, 32-bit Linux, each with `UNAME26`, and the question what it is.
+/// As in Docker's list: Linux, 32-bit Linux, each with `UNAME26`, and the query of the present one.
 const PERSONALITIES: [u32; 5] = [0, 0x8, 0x20000, 0x20008, u32::MAX];
 
-/// The filter of tenants' programs in sandboxes.
-pub fn of_tenants() -> Vec<Instruction> {
+/// Returns the filter of tenants' programs in sandboxes.
+pub fn of_tenants() -> Vec<FilterInstruction> {
     of_list(&[], of, errno)
 }
 
-/// The filter of CGI programs and PHP workers, assembled once for all.
-pub fn of_programs() -> &'static [Instruction] {
-    static FILTER: LazyLock<Vec<Instruction>> = LazyLock::new(|| of_list(&[], of_program, errno));
+/// Returns the filter of CGI programs and PHP workers, assembled once for all.
+pub fn of_programs() -> &'static [FilterInstruction] {
+    static FILTER: LazyLock<Vec<FilterInstruction>> = LazyLock::new(|| of_list(&[], of_program, errno));
     &FILTER
 }
 
-/// The list as a filter, with what becomes of calls that are not allowed, by their error. `before` comes first and finds the
-/// number loaded.
+/// Assembles the list into a filter. `refuse` gives the treatment of forbidden calls, by their
+/// error. `before` comes first and finds the number loaded.
 fn of_list(
-    before: &[Instruction],
-    list: fn(libc::c_long) -> Action,
-    refuse: fn(libc::c_int) -> Instruction,
-) -> Vec<Instruction> {
+    before: &[FilterInstruction],
+    list: fn(libc::c_long) -> CallAction,
+    refuse: fn(libc::c_int) -> FilterInstruction,
+) -> Vec<FilterInstruction> {
     let mut program = vec![
         op(LOAD, ARCHITECTURE),
         jump(IF_EQUAL, OURS, 1, 0),
@@ -94,10 +99,10 @@ fn of_list(
     program
 }
 
-/// Lets everything through, and asks about the three calls of `ptrace` that the kernel keeps for root of the node:
-/// reading filters, their metadata, and suspending them. And about the one that lets go of a process, so that it is known
-/// when all of them still stand still.
-pub fn of_checkpoints() -> Vec<Instruction> {
+/// Allows everything, and holds three calls of `ptrace` that the kernel reserves for root of the
+/// node. They read filters and their metadata, and suspend them. It also holds the call that
+/// releases a process. At that call all of them are still stopped.
+pub fn of_checkpoints() -> Vec<FilterInstruction> {
     let ptrace = u32::try_from(libc::SYS_ptrace).unwrap_or(0);
     vec![
         op(LOAD, NUMBER),
@@ -114,12 +119,14 @@ pub fn of_checkpoints() -> Vec<Instruction> {
     ]
 }
 
-/// Allows what the filter of tenants allows, and asks about everything else. A tool that brings processes back works behind it, and
-/// they inherit it: see `restoring`. Where nobody answers any more the kernel refuses what is asked about (`ENOSYS`).
+/// Allows the calls that the filter of tenants allows, and holds everything else. A tool that
+/// restores processes works behind it, and they inherit it: see `restoring`. When nobody answers
+/// any more, the kernel refuses held calls (`ENOSYS`).
 ///
-/// Of `ptrace` it asks about the requests that begin or end it. All others fail without a process that is traced (`ESRCH`,
-/// ptrace(2)), so nobody but the tool gets anything by them, which makes a few dozen for each thread.
-pub fn of_restores() -> Vec<Instruction> {
+/// It holds the requests of `ptrace` that begin or end tracing. All others fail without a traced
+/// process (`ESRCH`, ptrace(2)). So only the tool gains anything from them, which makes a few dozen
+/// for each thread.
+pub fn of_restores() -> Vec<FilterInstruction> {
     let ptrace = u32::try_from(libc::SYS_ptrace).unwrap_or(0);
     let ask = op(RETURN, libc::SECCOMP_RET_USER_NOTIF);
     let about_ptrace = [
@@ -145,24 +152,24 @@ pub const PTRACE_SECCOMP_GET_FILTER: u32 = 0x420C;
 pub const PTRACE_SECCOMP_GET_METADATA: u32 = 0x420D;
 pub const PTRACE_O_SUSPEND_SECCOMP: u32 = 1 << 21;
 
-pub const fn op(code: u16, k: u32) -> Instruction {
-    Instruction { code, jt: 0, jf: 0, k }
+pub const fn op(code: u16, k: u32) -> FilterInstruction {
+    FilterInstruction { code, jt: 0, jf: 0, k }
 }
 
-/// Offsets count from the next instruction.
-pub const fn jump(code: u16, k: u32, jt: u8, jf: u8) -> Instruction {
-    Instruction { code, jt, jf, k }
+/// Makes a jump. Offsets count from the next instruction.
+pub const fn jump(code: u16, k: u32, jt: u8, jf: u8) -> FilterInstruction {
+    FilterInstruction { code, jt, jf, k }
 }
 
-fn errno(errno: libc::c_int) -> Instruction {
+fn errno(errno: libc::c_int) -> FilterInstruction {
     op(RETURN, libc::SECCOMP_RET_ERRNO | errno.unsigned_abs())
 }
 
-/// The first number of each run of numbers with one action. The first run begins at 0.
-fn boundaries(list: fn(libc::c_long) -> Action) -> Vec<(u32, Action)> {
-    let mut all: Vec<(u32, Action)> = Vec::new();
+/// Returns the first number of each run of numbers with one action. The first run begins at 0.
+fn boundaries(list: fn(libc::c_long) -> CallAction) -> Vec<(u32, CallAction)> {
+    let mut all: Vec<(u32, CallAction)> = Vec::new();
     for number in 0..=FIRST_UNKNOWN {
-        let action = if number == FIRST_UNKNOWN { Action::Missing } else { list(number.into()) };
+        let action = if number == FIRST_UNKNOWN { CallAction::Missing } else { list(number.into()) };
         if all.last().is_none_or(|(_, before)| *before != action) {
             all.push((number, action));
         }
@@ -170,28 +177,31 @@ fn boundaries(list: fn(libc::c_long) -> Action) -> Vec<(u32, Action)> {
     all
 }
 
-fn of(number: libc::c_long) -> Action {
+fn of(number: libc::c_long) -> CallAction {
     match number {
-        libc::SYS_clone => Action::Clone,
-        libc::SYS_socket => Action::SocketInImage,
-        libc::SYS_personality => Action::Personality,
-        _ if MISSING.contains(&number) || ASYNC_IO.contains(&number) => Action::Missing,
-        _ if ALLOWED.contains(&number) || ALLOWED_OF_ARCHITECTURE.contains(&number) => Action::Allow,
-        _ => Action::Refuse,
+        libc::SYS_clone => CallAction::Clone,
+        libc::SYS_socket => CallAction::SocketInImage,
+        libc::SYS_personality => CallAction::Personality,
+        _ if MISSING.contains(&number) || ASYNC_IO.contains(&number) => CallAction::Missing,
+        _ if ALLOWED.contains(&number) || ALLOWED_OF_ARCHITECTURE.contains(&number) => CallAction::Allow,
+        _ => CallAction::Refuse,
     }
 }
 
-/// The same of a program that is never in an image.
-fn of_program(number: libc::c_long) -> Action {
+/// Returns the action for a program that is never in an image.
+fn of_program(number: libc::c_long) -> CallAction {
     match number {
-        libc::SYS_socket => Action::Socket,
-        _ if ASYNC_IO.contains(&number) => Action::Allow,
+        libc::SYS_socket => CallAction::Socket,
+        _ if ASYNC_IO.contains(&number) => CallAction::Allow,
         _ => of(number),
     }
 }
 
-/// A binary search over the runs. The number is loaded.
-fn search(runs: &[(u32, Action)], refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
+/// Assembles a binary search over the runs. The number is loaded.
+fn search(
+    runs: &[(u32, CallAction)],
+    refuse: fn(libc::c_int) -> FilterInstruction,
+) -> Vec<FilterInstruction> {
     if let [(_, action)] = runs {
         return decide(*action, refuse);
     }
@@ -201,9 +211,9 @@ fn search(runs: &[(u32, Action)], refuse: fn(libc::c_int) -> Instruction) -> Vec
     [vec![jump(IF_AT_LEAST, from[0].0, over, 0)], left, right].concat()
 }
 
-fn decide(action: Action, refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
+fn decide(action: CallAction, refuse: fn(libc::c_int) -> FilterInstruction) -> Vec<FilterInstruction> {
     let allow = op(RETURN, libc::SECCOMP_RET_ALLOW);
-    let one_of = |values: &[u32], otherwise: Instruction| {
+    let one_of = |values: &[u32], otherwise: FilterInstruction| {
         let count = u8::try_from(values.len()).expect("both lists are short");
         let mut program = vec![op(LOAD, argument(0))];
         program.extend((0..count).zip(values).map(|(at, value)| jump(IF_EQUAL, *value, count - at, 0)));
@@ -211,21 +221,21 @@ fn decide(action: Action, refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruc
         program
     };
     match action {
-        Action::Allow => vec![allow],
-        Action::Refuse => vec![refuse(libc::EPERM)],
-        Action::Missing => vec![refuse(libc::ENOSYS)],
-        Action::Clone => {
+        CallAction::Allow => vec![allow],
+        CallAction::Refuse => vec![refuse(libc::EPERM)],
+        CallAction::Missing => vec![refuse(libc::ENOSYS)],
+        CallAction::Clone => {
             vec![op(LOAD, argument(0)), jump(IF_ANY_BIT, NEW_NAMESPACES, 0, 1), refuse(libc::EPERM), allow]
         }
-        Action::Socket => one_of(&FAMILIES.map(libc::c_int::unsigned_abs), refuse(libc::EAFNOSUPPORT)),
-        Action::SocketInImage => {
+        CallAction::Socket => one_of(&FAMILIES.map(libc::c_int::unsigned_abs), refuse(libc::EAFNOSUPPORT)),
+        CallAction::SocketInImage => {
             let mptcp = libc::IPPROTO_MPTCP.unsigned_abs();
             let mut program =
                 vec![op(LOAD, argument(2)), jump(IF_EQUAL, mptcp, 0, 1), refuse(libc::EPROTONOSUPPORT)];
-            program.extend(decide(Action::Socket, refuse));
+            program.extend(decide(CallAction::Socket, refuse));
             program
         }
-        Action::Personality => one_of(&PERSONALITIES, refuse(libc::EPERM)),
+        CallAction::Personality => one_of(&PERSONALITIES, refuse(libc::EPERM)),
     }
 }
 
@@ -307,7 +317,7 @@ const ALLOWED: &[libc::c_long] = &[
     451, 452, 453, 454, 455, 456, 462,
 ];
 
-/// Older forms of some of them, and what this architecture needs to run threads.
+/// Older forms of some of them, and calls that this architecture needs to run threads.
 #[cfg(target_arch = "x86_64")]
 #[rustfmt::skip]
 const ALLOWED_OF_ARCHITECTURE: &[libc::c_long] = &[
@@ -330,7 +340,7 @@ mod tests {
     use super::*;
 
     /// What the kernel would make of a call: the few instructions these filters use.
-    fn run(program: &[Instruction], architecture: u32, number: i64, args: [u64; 6]) -> u32 {
+    fn run(program: &[FilterInstruction], architecture: u32, number: i64, args: [u64; 6]) -> u32 {
         let word = |offset: u32| match offset {
             NUMBER => u32::try_from(number).unwrap(),
             ARCHITECTURE => architecture,
@@ -342,7 +352,7 @@ mod tests {
         };
         let (mut at, mut loaded) = (0, 0);
         loop {
-            let Instruction { code, jt, jf, k } = program[at];
+            let FilterInstruction { code, jt, jf, k } = program[at];
             let holds = match code {
                 LOAD => {
                     loaded = word(k);
@@ -371,10 +381,10 @@ mod tests {
         for number in 0..600 {
             let expected = match of(number) {
                 _ if number >= i64::from(FIRST_UNKNOWN) => ENOSYS,
-                Action::Allow | Action::Clone | Action::Personality => libc::SECCOMP_RET_ALLOW,
-                Action::Refuse => EPERM,
-                Action::Missing => ENOSYS,
-                Action::Socket | Action::SocketInImage => {
+                CallAction::Allow | CallAction::Clone | CallAction::Personality => libc::SECCOMP_RET_ALLOW,
+                CallAction::Refuse => EPERM,
+                CallAction::Missing => ENOSYS,
+                CallAction::Socket | CallAction::SocketInImage => {
                     libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT.unsigned_abs()
                 }
             };
@@ -383,8 +393,8 @@ mod tests {
     }
 
     #[test]
-    fn what_reaches_out_of_a_sandbox_is_refused() {
-        // `process_madvise` would be a way around `shown`.
+    fn system_calls_that_leave_a_sandbox_are_refused() {
+        // `process_madvise` would be a way around `mapped_memory_filter`.
         let calls = [libc::SYS_mount, libc::SYS_unshare, libc::SYS_setns, libc::SYS_ptrace, libc::SYS_bpf];
         for number in calls.into_iter().chain([libc::SYS_process_madvise]) {
             assert_eq!(tenant(number, 0), EPERM, "{number}");
@@ -436,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_asks_about_all_that_tenants_are_refused_and_nothing_else() {
+    fn restore_asks_about_exactly_the_calls_tenants_are_refused() {
         let (tenants, restores) = (of_tenants(), of_restores());
         // Arguments that make a difference somewhere: flags, a socket's family, a personality.
         let arguments =

@@ -1,7 +1,8 @@
-//! The kernel calls of sandboxes no safe wrapper has: forks of a process with one thread, seccomp, mount attributes,
-//! programs of the kernel's.
+//! The kernel calls of sandboxes that no safe wrapper has. These are forks of a process with one
+//! thread, seccomp, mount attributes and kernel programs.
 //!
-//! Not here: what is done with them (`birth`, `init`, `program`), calls of the keeper's own process (`crate::sys`).
+//! Not here: their use (`birth`, `init`, `program`), calls of the keeper's own process
+//! (`crate::sys`).
 #![allow(unsafe_code)]
 
 use std::io;
@@ -11,48 +12,49 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::time::Duration;
 
+use nagaya_keeper_api::protocol::ProcessExit;
 use nix::libc;
 use rustix::mount::MountAttrFlags;
 
-use crate::protocol::Exit;
 use crate::sys::{CLONE_INTO_CGROUP, CloneArgs, block_signals, restore_signals};
 
 /// Exit status of a child whose code panicked.
 const EXIT_PANICKED: i32 = 101;
 
-/// What a sandbox has of its own before it has a process (`namespaces`).
+/// Namespaces that a sandbox has before it has a process (`namespaces`).
 pub const NAMESPACES: u64 =
     (libc::CLONE_NEWUSER | libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS)
         as u64;
 
-/// Its init's own: numbers of processes, and who is told of its end. Its cgroup namespace begins where it has gone.
+/// Flags of its init: process numbers, and the parent that is notified of its end. Its cgroup
+/// namespace begins in its cell.
 pub const INIT: u64 = (libc::CLONE_NEWPID | libc::CLONE_PARENT) as u64;
 
-/// Proof that this process has one thread, so that a fork of it is a whole process: no lock is held by a thread that
-/// the child does not have. The processes that hold one never start a thread.
+/// Proof that this process has one thread, so that a fork of it is a whole process. No lock is held
+/// by a thread that the child does not have. The processes that hold one never start a thread.
 #[derive(Debug)]
-pub struct Alone(PhantomData<*const ()>);
+pub struct SingleThreaded(PhantomData<*const ()>);
 
-/// How a child is made.
+/// Options of a fork.
 #[derive(Debug, Default)]
-pub struct Fork<'a> {
+pub struct ForkOptions<'a> {
     /// `CLONE_*`.
     pub flags: u64,
-    /// Its number in its innermost pid namespace. None: the next free one.
+    /// Its number in its innermost pid namespace. `None`: the next free one.
     pub pid: Option<i32>,
     /// The cgroup v2 directory it is born in.
     pub cgroup: Option<BorrowedFd<'a>>,
 }
 
-impl Alone {
-    /// None: the process has several threads.
+impl SingleThreaded {
+    /// Returns `None` if the process has several threads.
     pub fn check() -> io::Result<Option<Self>> {
         let threads = std::fs::read_dir("/proc/self/task")?.count();
         Ok((threads == 1).then_some(Self(PhantomData)))
     }
 
-    /// Runs `child` in a copy of this process, which ends with what it returns as its status.
-    pub fn fork(&self, how: &Fork<'_>, child: impl FnOnce(&Self) -> u8) -> io::Result<(i32, OwnedFd)> {
+    /// Runs `child` in a copy of this process, which ends with the returned status.
+    pub fn fork(&self, how: &ForkOptions<'_>, child: impl FnOnce(&Self) -> u8) -> io::Result<(i32, OwnedFd)> {
         let mut pidfd: RawFd = -1;
         let pids = [how.pid.unwrap_or(0)];
         let mut args = CloneArgs {
@@ -68,8 +70,9 @@ impl Alone {
             args.flags |= CLONE_INTO_CGROUP;
             args.cgroup = cgroup.as_raw_fd() as u64;
         }
-        // SAFETY: without CLONE_VM and without a stack this is a fork: the child goes on here with a copy of all memory.
-        // This process has one thread (`Alone`), so nothing in that memory is in use by another.
+        // SAFETY: without CLONE_VM and without a stack this is a fork: the child continues here
+        // with a copy of all memory. This process has one thread (`SingleThreaded`), so nothing in
+        // that memory is in use by another.
         let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) };
         match pid {
             ..0 => Err(io::Error::last_os_error()),
@@ -78,26 +81,28 @@ impl Alone {
                 let status = catch_unwind(AssertUnwindSafe(|| child(self))).map_or(EXIT_PANICKED, i32::from);
                 end(status)
             }
-            // SAFETY: clone3 succeeded with CLONE_PIDFD, so it stored a new descriptor that nobody else owns.
+            // SAFETY: clone3 succeeded with CLONE_PIDFD, so it stored a new descriptor that nobody
+            // else owns.
             _ => Ok((i32::try_from(pid).unwrap_or(i32::MAX), unsafe { OwnedFd::from_raw_fd(pidfd) })),
         }
     }
 
-    /// Goes on as another process, which takes all memory over as it is, and ends this one. Nothing is copied: a fork
-    /// would copy what its parent then throws away. Descriptors are the same, and nothing is dropped. After an error
-    /// this is still the same process.
+    /// Continues as another process, which takes over all memory as it is, and ends this one.
+    /// Nothing is copied: a fork would copy memory that its parent then discards. Descriptors are
+    /// the same, and nothing is dropped. After an error this is still the same process.
     ///
-    /// `flags`: `CLONE_*`, with `CLONE_PARENT` among them, or nobody would be told of its end. `cgroup`: as for a fork.
+    /// `flags`: `CLONE_*`, with `CLONE_PARENT` among them, or nobody would be notified of its end.
+    /// `cgroup`: as for a fork.
     pub fn go_on_as(&self, flags: u64, cgroup: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        // A child that is our parent's takes over our own signal for its end.
+        // With CLONE_PARENT the child takes over this process' own signal for its end.
         let mut args = CloneArgs { flags: flags | libc::CLONE_VM as u64, ..CloneArgs::default() };
         if let Some(cgroup) = cgroup {
             args.flags |= CLONE_INTO_CGROUP;
             args.cgroup = cgroup.as_raw_fd() as u64;
         }
         let signals = block_signals();
-        // SAFETY: `args` lives. This process has one thread (`Alone`), and all signals are blocked, so that no handler runs
-        // on the stack that both have for a moment.
+        // SAFETY: `args` lives. This process has one thread (`SingleThreaded`), and all signals are
+        // blocked, so that no handler runs on the stack that both have for a moment.
         let failed = unsafe { replace(&args) };
         restore_signals(&signals);
         if failed < 0 {
@@ -108,16 +113,18 @@ impl Alone {
     }
 }
 
-/// `clone3` from which only the child returns, with 0; or who called, if it fails, with a negated errno.
+/// `clone3` from which only the child returns, with 0. If it fails, the caller returns with a
+/// negated errno.
 ///
 /// # Safety
 /// No other thread, and no handler of a signal, may run in this memory until it returns.
 #[cfg(target_arch = "x86_64")]
 unsafe fn replace(args: &CloneArgs) -> i64 {
     let result: i64;
-    // SAFETY: the child shares memory and stack with the parent, which after the call only makes one more, out of
-    // registers: it reads and writes no memory, and ends. So no two processes ever use it. The kernel keeps all registers
-    // but rax, rcx and r11, and gives the child a copy of them and the same thread-local storage.
+    // SAFETY: the child shares memory and stack with the parent, which after the call only makes
+    // one more, out of registers: it reads and writes no memory, and ends. So no two processes ever
+    // use it. The kernel keeps all registers but rax, rcx and r11, and gives the child a copy of
+    // them and the same thread-local storage.
     unsafe {
         std::arch::asm!(
             "syscall",
@@ -164,36 +171,37 @@ unsafe fn replace(args: &CloneArgs) -> i64 {
     result
 }
 
-/// From here on this process runs before all that have no real-time priority, the moment it can.
+/// Gives this process real-time priority: it runs before all others without one, as soon as it can.
 pub fn run_first() -> io::Result<()> {
-    // 1 is the edge's thread that answers other nodes: what it is sent must not keep applications from being frozen.
+    // 1 is the edge's thread that answers other nodes: what it is sent must not keep applications
+    // from being frozen.
     let param = libc::sched_param { sched_priority: 2 };
     // SAFETY: `param` outlives the call.
     check(i64::from(unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) })).map(drop)
 }
 
-/// What there is of this process' memory stays in memory, and so does what it touches later. What it has not touched yet is
-/// not brought in: see [`bring_in`].
+/// Locks the present memory of this process, and memory that it touches later. Untouched memory is
+/// not loaded: see [`bring_in`].
 pub fn stay_in_memory() -> io::Result<()> {
     // SAFETY: takes a number.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) };
     check(i64::from(locked)).map(drop)
 }
 
-/// Brings this part of this process' memory in, from disk or swap if it is there, and keeps it.
+/// Loads this part of this process' memory, from disk or swap if it is there, and locks it.
 pub fn bring_in((start, len): (usize, usize)) -> io::Result<()> {
     // SAFETY: the kernel takes a range of addresses, and changes nothing of what can be read there.
     check(i64::from(unsafe { libc::mlock(ptr::without_provenance(start), len) })).map(drop)
 }
 
-/// Ends this process at once, without what its parent wanted done at its own end.
+/// Ends this process at once, without exit handlers that its parent has registered.
 pub fn end(status: i32) -> ! {
     // SAFETY: takes a number and does not return.
     unsafe { libc::_exit(status) }
 }
 
-/// Closes every descriptor but these. Whoever owns one of the others must not use or drop it any more: only for a
-/// fresh child, which never returns to them.
+/// Closes every descriptor but these. The owner of another descriptor must not use or drop it any
+/// more. So it is only for a fresh child, which never returns to them.
 pub fn close_all_but(keep: &mut [RawFd]) -> io::Result<()> {
     keep.sort_unstable();
     let mut first: libc::c_uint = 0;
@@ -214,7 +222,8 @@ fn close_range(first: libc::c_uint, last: libc::c_uint) -> io::Result<()> {
 
 /// Makes `to` another name of `from`, which stays open over `execve`.
 pub fn place(from: BorrowedFd<'_>, to: RawFd) -> io::Result<()> {
-    // SAFETY: takes numbers. What was open at `to` is closed; see `close_all_but` for who may do that.
+    // SAFETY: takes numbers. Any descriptor open at `to` is closed; see `close_all_but` for who may
+    // do that.
     let placed = unsafe {
         match from.as_raw_fd() == to {
             true => libc::fcntl(to, libc::F_SETFD, 0),
@@ -224,25 +233,27 @@ pub fn place(from: BorrowedFd<'_>, to: RawFd) -> io::Result<()> {
     check(i64::from(placed)).map(drop)
 }
 
-/// The descriptor of this number, which must be open for as long as the process runs.
+/// Returns the descriptor of this number, which must be open while the process runs.
 pub fn descriptor(number: RawFd) -> BorrowedFd<'static> {
     assert!(number >= 0, "a number of a descriptor");
-    // SAFETY: the caller has just put it in place, in a process that is about to become another program.
+    // SAFETY: the caller has just put it in place, in a process that is about to become another
+    // program.
     unsafe { BorrowedFd::borrow_raw(number) }
 }
 
-/// Signals and all handlers as a program expects to find them.
+/// Resets signals and all handlers to the state that a program expects.
 pub fn default_signals() {
     /// Highest signal number on Linux.
     const SIGNAL_MAX: libc::c_int = 64;
     for signal in 1..=SIGNAL_MAX {
-        // SAFETY: setting the default action runs none of our code. KILL and STOP cannot be set, and have no handler.
+        // SAFETY: setting the default action runs none of our code. KILL and STOP cannot be set,
+        // and have no handler.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
 }
 
-/// Ignores what ends or stops a service, and lets the kernel reap children: only for a process that watches its
-/// children by other means.
+/// Ignores signals that end or stop a service, and lets the kernel reap children. Only for a
+/// process that watches its children by other means.
 pub fn ignore_signals(signals: &[libc::c_int]) {
     for signal in signals {
         // SAFETY: ignoring a signal runs none of our code.
@@ -250,8 +261,8 @@ pub fn ignore_signals(signals: &[libc::c_int]) {
     }
 }
 
-/// A child that has ended and is reaped by this call; None: there is none at the moment.
-pub fn reap_any() -> io::Result<Option<(u32, Exit)>> {
+/// Reaps a child that has ended. `None` if there is none at the moment.
+pub fn reap_any() -> io::Result<Option<(u32, ProcessExit)>> {
     // SAFETY: all zero is a valid value of both plain structures, and the kernel writes into them.
     let (mut info, mut usage): (libc::siginfo_t, libc::rusage) =
         unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
@@ -269,10 +280,11 @@ pub fn reap_any() -> io::Result<Option<(u32, Exit)>> {
     let micros = |time: libc::timeval| {
         u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0)
     };
-    let exit = Exit {
+    let exit = ProcessExit {
         status: exited.then_some(status),
         signal: (!exited).then_some(status),
         cpu_us: micros(usage.ru_utime) + micros(usage.ru_stime),
+        out_of_memory: false,
     };
     Ok(u32::try_from(pid).ok().filter(|pid| *pid > 0).map(|pid| (pid, exit)))
 }
@@ -291,7 +303,7 @@ pub fn set_mount_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io:
     set_attributes(mount, attributes, libc::AT_EMPTY_PATH)
 }
 
-/// The same for a mount and all beneath it.
+/// As `set_mount_attributes`, for a mount and all below it.
 pub fn set_tree_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io::Result<()> {
     set_attributes(mount, attributes, libc::AT_EMPTY_PATH | libc::AT_RECURSIVE)
 }
@@ -299,7 +311,7 @@ pub fn set_tree_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io::
 fn set_attributes(mount: impl AsFd, attributes: MountAttrFlags, flags: libc::c_int) -> io::Result<()> {
     let set = u64::from(attributes.bits());
     let attr = MountAttr { set, clear: 0, propagation: libc::MS_PRIVATE, userns_fd: 0 };
-    // SAFETY: an open descriptor, a C text and a live structure of the size that is told.
+    // SAFETY: an open descriptor, a C text and a live structure of the given size.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -313,9 +325,9 @@ fn set_attributes(mount: impl AsFd, attributes: MountAttrFlags, flags: libc::c_i
     check(result).map(drop)
 }
 
-/// A cgroup namespace whose root is where this process is.
+/// Makes a cgroup namespace whose root is the cgroup of this process.
 pub fn new_cgroup_namespace() -> io::Result<()> {
-    // SAFETY: the flag changes what this process sees of cgroups, and none of its descriptors.
+    // SAFETY: the flag changes which cgroups this process sees, and none of its descriptors.
     Ok(unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWCGROUP) }?)
 }
 
@@ -338,7 +350,7 @@ pub fn raise_loopback() -> io::Result<()> {
     check(i64::from(result)).map(drop)
 }
 
-/// Takes every capability out of the bounding set: no program brings one back.
+/// Removes every capability from the bounding set: no program gets one back.
 pub fn drop_bounding_capabilities() -> io::Result<()> {
     for capability in 0..64_u64 {
         // SAFETY: prctl with plain numbers.
@@ -362,21 +374,22 @@ pub fn drop_capabilities() -> io::Result<()> {
 // === seccomp ===
 
 /// One instruction of a filter.
-pub type Instruction = libc::sock_filter;
+pub type FilterInstruction = libc::sock_filter;
 
-/// Puts a filter on this process for good. It needs `no_new_privs` or the capability.
-pub fn install_filter(program: &[Instruction]) -> io::Result<()> {
+/// Sets a filter on this process for good. It needs `no_new_privs` or the capability.
+pub fn install_filter(program: &[FilterInstruction]) -> io::Result<()> {
     seccomp(program, 0).map(drop)
 }
 
-/// The same for one that asks: the descriptor answers for it.
-pub fn install_asking_filter(program: &[Instruction]) -> io::Result<OwnedFd> {
+/// As `install_filter`, for a filter that holds calls. They are answered through the returned
+/// descriptor.
+pub fn install_asking_filter(program: &[FilterInstruction]) -> io::Result<OwnedFd> {
     let fd = seccomp(program, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;
     // SAFETY: with this flag a success is a new descriptor that nobody else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd).unwrap_or(-1)) })
 }
 
-fn seccomp(program: &[Instruction], flags: libc::c_ulong) -> io::Result<i64> {
+fn seccomp(program: &[FilterInstruction], flags: libc::c_ulong) -> io::Result<i64> {
     let len = libc::c_ushort::try_from(program.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
     let program = libc::sock_fprog { len, filter: program.as_ptr().cast_mut() };
     // SAFETY: the kernel copies the program, which lives, and changes nothing in it.
@@ -385,26 +398,26 @@ fn seccomp(program: &[Instruction], flags: libc::c_ulong) -> io::Result<i64> {
     })
 }
 
-/// A system call that waits for an answer.
+/// A held system call, which waits for an answer.
 #[derive(Debug, Clone, Copy)]
-pub struct Question {
+pub struct SeccompNotification {
     id: u64,
-    /// Who makes it.
+    /// Number of its caller.
     pub pid: i32,
     number: i32,
     pub args: [u64; 6],
 }
 
-impl Question {
-    /// Whether it is this request of `ptrace(2)`. As the kernel does, only the lower half counts.
+impl SeccompNotification {
+    /// Whether it is this request of `ptrace(2)`. Only the lower half counts, as in the kernel.
     pub fn is_ptrace(&self, request: u32) -> bool {
         i64::from(self.number) == libc::SYS_ptrace && self.args[0] & u64::from(u32::MAX) == u64::from(request)
     }
 }
 
-/// The next system call that waits. None: its caller was killed meanwhile.
-pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
-    // SAFETY: all zero is a valid value of the structure, and what the kernel asks for.
+/// Returns the next held system call. `None` if its caller was killed meanwhile.
+pub fn next_question(listener: &OwnedFd) -> io::Result<Option<SeccompNotification>> {
+    // SAFETY: all zero is a valid value of the structure, and the kernel requires it.
     let mut question: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: this request fills one such structure, which lives.
     let result = unsafe {
@@ -416,27 +429,34 @@ pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
     };
     let pid = i32::try_from(question.pid).unwrap_or(0);
     let (number, args) = (question.data.nr, question.data.args);
-    Ok(Some(Question { id: question.id, pid, number, args }))
+    Ok(Some(SeccompNotification { id: question.id, pid, number, args }))
 }
 
-/// What comes of a call that waited.
+/// Result of a held call.
 #[derive(Debug, Clone, Copy)]
-pub enum Answer {
+pub enum NotificationReply {
     Value(i64),
     Error(libc::c_int),
-    /// What the kernel makes of it.
+    /// The kernel's own result.
     GoOn,
 }
 
-/// Answers the next call that waits with what is decided about it.
-pub fn answer_next(listener: &OwnedFd, decide: impl FnOnce(&Question) -> Answer) -> io::Result<()> {
+/// Answers the next held call with the result of `decide`.
+pub fn answer_next(
+    listener: &OwnedFd,
+    decide: impl FnOnce(&SeccompNotification) -> NotificationReply,
+) -> io::Result<()> {
     let Some(question) = next_question(listener)? else { return Ok(()) };
     let decided = decide(&question);
     answer(listener, question, decided)
 }
 
 /// Answers a call, unless its caller was killed meanwhile.
-pub fn answer(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
+pub fn answer(
+    listener: &OwnedFd,
+    question: SeccompNotification,
+    answer: NotificationReply,
+) -> io::Result<()> {
     match answer_question(listener, question, answer) {
         // Its caller was killed meanwhile.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -445,11 +465,15 @@ pub fn answer(listener: &OwnedFd, question: Question, answer: Answer) -> io::Res
 }
 
 /// Answers a call.
-fn answer_question(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
+fn answer_question(
+    listener: &OwnedFd,
+    question: SeccompNotification,
+    answer: NotificationReply,
+) -> io::Result<()> {
     let (val, error, flags) = match answer {
-        Answer::Value(value) => (value, 0, 0),
-        Answer::Error(errno) => (0, -errno, 0),
-        Answer::GoOn => (0, 0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32),
+        NotificationReply::Value(value) => (value, 0, 0),
+        NotificationReply::Error(errno) => (0, -errno, 0),
+        NotificationReply::GoOn => (0, 0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32),
     };
     let mut response = libc::seccomp_notif_resp { id: question.id, val, error, flags };
     // SAFETY: this request reads one such structure, which lives.
@@ -472,9 +496,9 @@ pub fn write_memory(pid: i32, address: u64, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// The bytes of a filter as `ptrace` hands them out.
-pub fn filter_bytes(program: &[Instruction]) -> Vec<u8> {
-    let bytes = |one: &Instruction| {
+/// Returns the bytes of a filter in the format of `ptrace`.
+pub fn filter_bytes(program: &[FilterInstruction]) -> Vec<u8> {
+    let bytes = |one: &FilterInstruction| {
         let mut bytes = [0; 8];
         bytes[..2].copy_from_slice(&one.code.to_ne_bytes());
         (bytes[2], bytes[3]) = (one.jt, one.jf);
@@ -535,12 +559,13 @@ struct LinkCreate {
 }
 
 fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<i64> {
-    // SAFETY: the kernel reads so many bytes of the attributes; what they point to lives as long as they do.
+    // SAFETY: the kernel reads this many bytes of the attributes; the memory they point to lives as
+    // long as they do.
     check(unsafe { libc::syscall(libc::SYS_bpf, command, ptr::from_ref(attributes), size_of::<T>()) })
 }
 
 fn new_fd(fd: i64) -> OwnedFd {
-    // SAFETY: what these commands return is a new descriptor that nobody else owns.
+    // SAFETY: these commands return a new descriptor that nobody else owns.
     unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd).unwrap_or(-1)) }
 }
 
@@ -548,7 +573,7 @@ fn number_of(fd: impl AsFd) -> u32 {
     u32::try_from(fd.as_fd().as_raw_fd()).expect("an open descriptor")
 }
 
-/// A map of sockets for programs of the kernel's, with this one in it.
+/// Makes a map of sockets for kernel programs, with this one in it.
 pub fn socket_map(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let create = MapCreate { kind: BPF_MAP_TYPE_SOCKMAP, key_len: 4, value_len: 8, entries: 1 };
     let map = new_fd(bpf(BPF_MAP_CREATE, &create)?);
@@ -560,7 +585,7 @@ pub fn socket_map(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(map)
 }
 
-/// A program that chooses the socket of a new connection, checked by the kernel.
+/// Loads a program that chooses the socket of a new connection, checked by the kernel.
 pub fn lookup_program(instructions: &[u64]) -> io::Result<OwnedFd> {
     let load = ProgramLoad {
         kind: BPF_PROG_TYPE_SK_LOOKUP,
@@ -573,13 +598,13 @@ pub fn lookup_program(instructions: &[u64]) -> io::Result<OwnedFd> {
     bpf(BPF_PROG_LOAD, &load).map(new_fd)
 }
 
-/// Puts it to work in a network, for as long as the descriptor is open.
+/// Attaches it to a network, while the descriptor is open.
 pub fn attach_lookup(program: BorrowedFd<'_>, network: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let (program, target) = (number_of(program), number_of(network));
     bpf(BPF_LINK_CREATE, &LinkCreate { program, target, attaches_as: BPF_SK_LOOKUP, flags: 0 }).map(new_fd)
 }
 
-/// Time as `poll` takes it.
+/// Converts a time for `poll`.
 pub fn timespec(time: Duration) -> rustix::event::Timespec {
     let tv_sec = i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
     rustix::event::Timespec { tv_sec, tv_nsec: time.subsec_nanos().into() }

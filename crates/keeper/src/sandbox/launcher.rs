@@ -1,11 +1,12 @@
-//! The launcher's process: a copy of the keeper from before it had threads. It makes one more copy for each sandbox, and
-//! a few ahead when it has nothing else to do.
+//! The launcher's process: a copy of the keeper from before it had threads. It forks once for each
+//! sandbox, and a few times ahead when it has nothing else to do.
 //!
-//! It exists because only a process with one thread can be forked into a working whole, and because a fork of it is
-//! cheap: it has touched almost no memory, and that in small pages (`Start::small_pages`). What a launcher and its hundreds
-//! of forks share is looked up in each of them by whatever in the kernel asks who uses a page, and a huge page 512 times in
-//! each. It ends with the keeper, and every sandbox with it. Not here: what a sandbox is made of (`birth`), the keeper's end
-//! of the connection (`super::Launcher`).
+//! It exists for two reasons. Only a process with one thread can be forked into a working whole.
+//! And a fork of it is cheap: it has touched almost no memory, and that in small pages
+//! (`Start::small_pages`). A launcher and its hundreds of forks share pages. Kernel code that
+//! searches the users of a page walks through all of them. For a huge page it does so 512 times in
+//! each. The launcher ends with the keeper, and every sandbox with it. Not here: the parts of a
+//! sandbox (`birth`), the keeper's end of the connection (`super::Launcher`).
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -19,19 +20,23 @@ use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::{DumpableBehavior, Signal};
 
-use super::kernel::{self, Alone, Fork};
-use super::order::Order;
-use super::{AHEAD_MAX, birth, channel, warden};
+use super::kernel::{self, ForkOptions, SingleThreaded};
+use super::order::LauncherCommand;
+use super::{birth, channel, warden};
 
-/// How long nothing may be ordered before something is made ahead: what was ordered just now needs the processors more.
+/// Maximum number of births that wait for their orders. They hold hardly any memory. More than so
+/// many wakes at once are no faster for them, because then CPUs are short.
+pub const AHEAD_MAX: usize = 4;
+
+/// Time without an order before something is made ahead: a recent order needs the CPUs more.
 const QUIET: Duration = Duration::from_millis(20);
 
 /// Serves orders until the keeper has gone.
-pub fn run(alone: &Alone, orders: &OwnedFd, keeper: i32) -> u8 {
+pub fn run(alone: &SingleThreaded, orders: &OwnedFd, keeper: i32) -> u8 {
     match set_up(orders, keeper).and_then(|()| serve(alone, orders)) {
         Ok(()) => 0,
         Err(error) => {
-            // Nobody is left to be told but the log that standard error goes to.
+            // Only the log that standard error goes to can be notified.
             eprintln!("the launcher of sandboxes ends: {error}");
             1
         }
@@ -42,11 +47,12 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
     rustix::thread::set_name(c"nagaya-launcher")?;
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A keeper that died before that line left no one to send the signal.
+    // If the keeper died before that line, there is no one left to send the signal.
     if rustix::process::getppid().is_none_or(|parent| parent.as_raw_nonzero().get() != keeper) {
         return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the keeper has ended"));
     }
-    // A terminal's Ctrl-C and a service's end reach the whole process group; the keeper alone acts on them.
+    // A terminal's Ctrl-C and a service's end reach the whole process group. Only the keeper acts
+    // on them.
     kernel::ignore_signals(&[
         libc::SIGINT,
         libc::SIGHUP,
@@ -65,21 +71,21 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
     Ok(())
 }
 
-fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
+fn serve(alone: &SingleThreaded, orders: &OwnedFd) -> io::Result<()> {
     // Connections of births that are not forked yet.
     let mut unborn = VecDeque::new();
-    // Closed by the other side when the birth that was forked last has its namespaces, or has an order.
+    // Closed by the other side when the last forked birth has its namespaces, or has an order.
     let mut making: Option<OwnedFd> = None;
     loop {
         let Some(index) = ripe(orders, &unborn, &mut making)? else {
-            match channel::receive::<Order>(orders) {
+            match channel::receive::<LauncherCommand>(orders) {
                 Ok(Some((order, fds))) => match (order, fds.into_iter().next()) {
-                    (Order::Sandbox, Some(keeper)) => unborn.push_back(keeper),
-                    (Order::Warden, Some(keeper)) => fork(alone, |_| warden::run(keeper)),
+                    (LauncherCommand::Sandbox, Some(keeper)) => unborn.push_back(keeper),
+                    (LauncherCommand::Warden, Some(keeper)) => fork(alone, |_| warden::run(keeper)),
                     (_, None) => {}
                 },
                 Ok(None) => return Ok(()),
-                // Its descriptors are closed, which tells who gave the order.
+                // Its descriptors are closed, which the caller notices.
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     eprintln!("the launcher of sandboxes got a bad order: {error}");
                 }
@@ -90,14 +96,15 @@ fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
         if let Some(keeper) = unborn.remove(index) {
             let (made, begun) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
             fork(alone, |alone| birth::run(alone, &keeper, begun));
-            // The end of one that was ordered is not told: who waits for it is the keeper.
+            // The end of an ordered birth is not reported: the keeper waits for it.
             making = Some(made);
         }
     }
 }
 
-/// Waits until something is to be done. Which of these is to be forked now: one that has its order, or the first if nothing is
-/// ordered for a moment and no other is being made. None: there is something from the keeper.
+/// Waits until something is to be done. Returns the birth to fork now. It is one that has its
+/// order. It is the first if nothing is ordered for a moment and no other is being made. `None`:
+/// there is a message from the keeper.
 fn ripe(
     orders: &OwnedFd,
     unborn: &VecDeque<OwnedFd>,
@@ -128,9 +135,10 @@ fn ripe(
     }
 }
 
-/// What is forked answers the keeper itself. Where that fails its connection is closed, which is an answer too.
-fn fork(alone: &Alone, child: impl FnOnce(&Alone) -> u8) {
-    if let Err(error) = alone.fork(&Fork::default(), child) {
+/// Forks a child, which answers the keeper itself. If that fails its connection is closed, which is
+/// an answer, too.
+fn fork(alone: &SingleThreaded, child: impl FnOnce(&SingleThreaded) -> u8) {
+    if let Err(error) = alone.fork(&ForkOptions::default(), child) {
         eprintln!("the launcher of sandboxes cannot fork: {error}");
     }
 }

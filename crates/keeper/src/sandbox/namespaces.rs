@@ -1,8 +1,10 @@
-//! The namespaces of a sandbox before it has a process: user, mount, network, IPC and UTS, as descriptors.
+//! The namespaces of a sandbox before it has a process: user, mount, network, IPC and UTS, as
+//! descriptors.
 //!
-//! They are the same for every order: nothing in them says yet whose sandbox it will be, and each is used once. A
-//! helper is born into them, enters the root file system in there, and ends when they are held here. Not here: the
-//! sandbox' own pid and cgroup namespaces, which begin with its init (`birth`), what its files are (`tree`).
+//! They are the same for every order: nothing in them names the sandbox' owner yet, and each is
+//! used once. A helper is born into them, enters the root file system in there, and ends when they
+//! are held here. Not here: the sandbox' own pid and cgroup namespaces, which begin with its init
+//! (`birth`), its files (`tree`).
 
 use std::fs::File;
 use std::io;
@@ -11,14 +13,16 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-use super::failure::{Failure, Step};
-use super::kernel::{self, Alone, Fork, NAMESPACES};
-use super::order::Told;
-use super::{channel, root_id, tree};
+use super::failure::{StepContext, StepFailure};
+use super::ids::root_id;
+use super::kernel::{self, ForkOptions, NAMESPACES, SingleThreaded};
+use super::order::InitReply;
+use super::{channel, tree};
 
 #[derive(Debug)]
-pub struct Namespaces {
-    /// The root directory of the mount namespace, still open to who has the node's rights.
+pub struct NamespaceFds {
+    /// The root directory of the mount namespace, still accessible to processes with the node's
+    /// rights.
     pub root: OwnedFd,
     user: OwnedFd,
     pub mount: OwnedFd,
@@ -29,21 +33,21 @@ pub struct Namespaces {
     gid_map: File,
 }
 
-impl Namespaces {
-    pub fn make(alone: &Alone) -> Result<Self, Failure> {
+impl NamespaceFds {
+    pub fn make(alone: &SingleThreaded) -> Result<Self, StepFailure> {
         let skeleton = tree::skeleton().step("make its root file system")?;
         let (ours, theirs) = channel::pair().step("make a connection with its namespaces")?;
-        let how = Fork { flags: NAMESPACES, ..Fork::default() };
+        let how = ForkOptions { flags: NAMESPACES, ..ForkOptions::default() };
         let (pid, _pidfd) = alone.fork(&how, |_| hold(&skeleton, &theirs)).step("make its namespaces")?;
         drop(theirs);
         match channel::receive(&ours).step("make its namespaces")? {
-            Some((Told::Ready, _)) => Self::open(pid, skeleton.root).step("open its namespaces"),
-            Some((Told::Failed { step, errno }, _)) => Err(Failure { step, errno }),
+            Some((InitReply::Ready, _)) => Self::open(pid, skeleton.root).step("open its namespaces"),
+            Some((InitReply::Failed { step, errno }, _)) => Err(StepFailure { step, errno }),
             _ => Err(io::Error::from(io::ErrorKind::BrokenPipe)).step("make its namespaces"),
         }
     }
 
-    /// Those of the helper, which lives until the connection with it is closed.
+    /// Opens those of the helper, which lives until the connection with it is closed.
     fn open(pid: i32, root: OwnedFd) -> io::Result<Self> {
         let open = |name: &str| {
             let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -54,7 +58,7 @@ impl Namespaces {
                 Mode::empty(),
             )?)
         };
-        // Who writes to these needs rights on the node, when they are opened too.
+        // Writing to these files needs rights on the node, when they are opened, too.
         let map = |name: &str| File::options().write(true).open(format!("/proc/{pid}/{name}"));
         Ok(Self {
             root,
@@ -68,8 +72,9 @@ impl Namespaces {
         })
     }
 
-    /// Two ids are all it has: its own root, which owns nothing on the node, and the tenant's, the same number as outside.
-    pub fn map(&self, uid: u32, gid: u32) -> Result<(), Failure> {
+    /// Maps the only two ids it has. Its own root owns nothing on the node, and the tenant has the
+    /// same number as outside.
+    pub fn map(&self, uid: u32, gid: u32) -> Result<(), StepFailure> {
         let write = |file: &File, id: u32| {
             let lines = format!("0 {} 1\n{id} {id} 1\n", root_id(id));
             rustix::io::write(file, lines.as_bytes())
@@ -94,17 +99,17 @@ impl Namespaces {
     }
 }
 
-/// The helper's life: it sees to what has to be done from inside, says so, and keeps the namespaces until who makes
-/// the sandbox has opened them, or has gone.
-fn hold(skeleton: &tree::Skeleton, maker: &OwnedFd) -> u8 {
+/// The helper's life: does the steps that need the inside and reports them. It keeps the namespaces
+/// until the sandbox' maker has opened them, or has gone.
+fn hold(skeleton: &tree::RootSkeleton, maker: &OwnedFd) -> u8 {
     let done = kernel::raise_loopback()
         .step("bring its loopback up")
         .and_then(|()| tree::enter(skeleton).step("enter its root"));
     let told = match done {
-        Ok(()) => Told::Ready,
-        Err(Failure { step, errno }) => Told::Failed { step, errno },
+        Ok(()) => InitReply::Ready,
+        Err(StepFailure { step, errno }) => InitReply::Failed { step, errno },
     };
-    // The other end, too: this one would wait for itself otherwise.
+    // The other end, too: otherwise this process would wait for itself.
     let alone = kernel::close_all_but(&mut [maker.as_raw_fd()]);
     let told = alone.and_then(|()| channel::send(maker, &told, &[]));
     u8::from(told.and_then(|()| channel::receive::<()>(maker)).is_err())

@@ -1,7 +1,8 @@
-//! Sockets in a sandbox' network, made from outside by a thread of the keeper's that goes there for a moment.
+//! Sockets in a sandbox' network, made from outside by a thread of the keeper's that enters it for
+//! a moment.
 //!
-//! Nothing in the sandbox takes part: it may be frozen, or out of CPU time. Not
-//! here: who connects when (`instances`).
+//! Nothing in the sandbox takes part: it may be frozen, or out of CPU time. Not here: who connects
+//! when (`instances`).
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -17,34 +18,31 @@ use rustix::thread::{
     LinkNameSpaceType, ThreadNameSpaceType, move_into_link_name_space, move_into_thread_name_spaces,
 };
 
-use super::capture::{self, Capture};
+use super::capture::{self, NetworkCapture};
 use super::kernel::timespec;
-use super::outlet;
+use super::outlet::{self, BACKLOG};
 
-/// Connections that may wait to be accepted; the kernel's own bound (`net.core.somaxconn`) is this or less.
-pub const BACKLOG: i32 = 4096;
-
-/// Bytes of a Unix socket's path (unix(7)).
+/// Maximum length of a Unix socket's path (unix(7)).
 const PATH_LEN_MAX: usize = 107;
 
-/// How long a port may take to answer.
+/// Maximum time for a port to respond.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Where a program in a sandbox listens.
+/// The address at which a program in a sandbox listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Address {
+pub enum SandboxAddress {
     /// A Unix socket of the tenant's, by its path in the sandbox.
     Socket(PathBuf),
     /// A port of its loopback.
     Port(u16),
-    /// What `Sandbox::listener` has made, by its path on the node.
+    /// A socket made by `Sandbox::listener`, by its path on the node.
     Listener(PathBuf),
 }
 
 /// See `Sandbox::listener`.
 pub fn listener(init: BorrowedFd<'_>, path: &Path) -> io::Result<OwnedFd> {
-    // By its path, not through a descriptor as elsewhere: that is what CRIU looks for in the sandbox, and it must find
-    // nothing.
+    // By its path, not through a descriptor as elsewhere. CRIU searches that path in the sandbox,
+    // and it must find nothing.
     let address = SocketAddrUnix::new(path).map_err(|_| {
         let why = format!("{} is longer than the {PATH_LEN_MAX} bytes of a socket's path", path.display());
         io::Error::new(io::ErrorKind::InvalidInput, why)
@@ -81,7 +79,7 @@ pub fn outlets(init: BorrowedFd<'_>, addresses: &[SocketAddr]) -> io::Result<Vec
 }
 
 /// See `Sandbox::capture`.
-pub fn capture(init: BorrowedFd<'_>) -> io::Result<Capture> {
+pub fn capture(init: BorrowedFd<'_>) -> io::Result<NetworkCapture> {
     inside(init, capture::capture)
 }
 
@@ -90,18 +88,18 @@ pub fn connect(
     init: BorrowedFd<'_>,
     root: BorrowedFd<'_>,
     uid: u32,
-    address: &Address,
+    address: &SandboxAddress,
 ) -> io::Result<OwnedFd> {
     match address {
-        Address::Listener(path) => {
+        SandboxAddress::Listener(path) => {
             let file = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
             connect_socket(&file)
         }
-        Address::Socket(path) => connect_socket(&find_socket(root, uid, path)?),
-        Address::Port(port) => {
+        SandboxAddress::Socket(path) => connect_socket(&find_socket(root, uid, path)?),
+        SandboxAddress::Port(port) => {
             let v4 = SocketAddr::from((Ipv4Addr::LOCALHOST, *port));
             let v6 = SocketAddr::from((Ipv6Addr::LOCALHOST, *port));
-            // Some runtimes listen on the first address of `localhost` only, which may be either.
+            // Some runtimes listen only on the first address of `localhost`, of either family.
             match connect_port(init, v4) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => connect_port(init, v6),
                 connected => connected,
@@ -110,8 +108,8 @@ pub fn connect(
     }
 }
 
-/// The tenant's own socket and nothing else: it could put a link to a database's there, which would take the keeper
-/// for its peer.
+/// Finds the tenant's own socket and nothing else. The tenant could put a link to a database's
+/// socket there, which would take the keeper for its peer.
 fn find_socket(root: BorrowedFd<'_>, uid: u32, path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -137,7 +135,8 @@ fn connect_port(init: BorrowedFd<'_>, address: SocketAddr) -> io::Result<OwnedFd
     match rustix::net::connect(&socket, &address) {
         Ok(()) => Ok(socket),
         Err(Errno::INPROGRESS) => {
-            // On loopback the other end answers at once, or its queue is full and nobody knows when it will.
+            // On loopback the other end responds at once. Otherwise its queue is full, without a
+            // known end.
             let mut answered = [PollFd::new(&socket, PollFlags::OUT)];
             if poll(&mut answered, Some(&timespec(HANDSHAKE_TIMEOUT)))? == 0 {
                 return Err(io::ErrorKind::WouldBlock.into());
@@ -153,28 +152,29 @@ fn unix_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
 }
 
-/// A socket's address by what is open: the path may be longer than an address can be, and may change.
+/// Returns a socket's address by its descriptor. The path may be longer than an address can be, and
+/// may change.
 fn by_descriptor(file: &OwnedFd) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?)
 }
 
-/// Runs `work` on this thread in the network namespace of another process, and comes back.
+/// Runs `work` on this thread in the network namespace of another process, and returns to its own.
 fn inside<R>(process: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let own = rustix::fs::open("/proc/thread-self/ns/net", flags, Mode::empty())?;
     move_into_thread_name_spaces(process, ThreadNameSpaceType::NETWORK)?;
-    let _back = Back { own };
+    let _back = NamespaceGuard { own };
     work()
 }
 
-/// Puts the thread back, also when `work` panics.
-struct Back {
+/// Returns the thread to its own namespace, also when `work` panics.
+struct NamespaceGuard {
     own: OwnedFd,
 }
 
-impl Drop for Back {
+impl Drop for NamespaceGuard {
     fn drop(&mut self) {
-        // A thread that cannot come back would serve other tenants in this one's network.
+        // A thread that cannot return would serve other tenants in this one's network.
         if move_into_link_name_space(self.own.as_fd(), Some(LinkNameSpaceType::Network)).is_err() {
             std::process::abort();
         }

@@ -1,71 +1,71 @@
-//! What the keeper, the launcher and the init of a sandbox tell each other.
+//! Messages between the keeper, the launcher and the init of a sandbox.
 //!
-//! Not here: how it travels (`channel`). Both ends are always of one build: the launcher and every init are copies of
-//! the keeper's own process.
+//! Not here: how it travels (`channel`). Both ends are always of one build: the launcher and every
+//! init are copies of the keeper's own process.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// To the launcher.
+/// A message to the launcher.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Order {
-    /// Make a sandbox of what comes over the connection that comes with it: one `Birth`, and with that the cgroup v2
-    /// directory if there is one, and as many `tasks` files of cgroup v1. What there is to know of the sandbox' is told
-    /// over the same connection.
+pub enum LauncherCommand {
+    /// Make a sandbox from the message on the connection that comes with it. That is one
+    /// `SandboxBirth`, the cgroup v2 directory if there is one, and as many `tasks` files of cgroup
+    /// v1. Replies about the sandbox go over the same connection.
     Sandbox,
     /// Make the warden. With it comes its end of its connection with the keeper.
     Warden,
 }
 
-/// To the warden, which acts on them in this order.
+/// A message to the warden, which acts on them in this order.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub enum Ward {
-    /// What it guards may run until then, CLOCK_BOOTTIME in nanoseconds.
+pub enum WardenCommand {
+    /// The guarded trees may run until then, CLOCK_BOOTTIME in nanoseconds.
     Until(u64),
-    /// Guards one more tree of processes. With it comes the file that stops this tree alone and, on v1, one that stops
-    /// all of them. Answered by `Warded::Added`.
-    Add { number: u64, version: Freezing },
-    /// Stops this one for good, whatever comes.
+    /// Guard one more tree of processes. With it comes the file that freezes this tree alone and,
+    /// on v1, one that freezes all of them. Answered by `WardenReport::Added`.
+    Add { number: u64, version: FreezerVersion },
+    /// Freeze this one for good, whatever comes.
     Hold { number: u64 },
     /// Nothing of it is left.
     Remove { number: u64 },
 }
 
-/// Which interface of freezers a file is of.
+/// The interface of a freezer file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Freezing {
+pub enum FreezerVersion {
     /// `freezer.state` of cgroup v1.
     V1,
     /// `cgroup.freeze` of cgroup v2.
     V2,
 }
 
-/// From the warden.
+/// A message from the warden.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub enum Warded {
-    /// From here on it is stopped when the others are; where they are stopped now, it is.
+pub enum WardenReport {
+    /// From here on it is frozen together with the others. If they are frozen now, it is frozen.
     Added { number: u64 },
-    /// All are stopped, and were so long after their time.
+    /// All are frozen, this long after their time.
     Fenced { after_ns: u64, count: u32 },
-    /// They go on.
+    /// They continue.
     Freed,
-    /// The kernel did not stop this one.
+    /// The kernel did not freeze this one.
     Failed { number: u64, errno: i32 },
 }
 
-/// What a sandbox is made of.
+/// Description of a sandbox to be made.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Birth {
+pub struct SandboxBirth {
     pub uid: u32,
     pub gid: u32,
-    /// Beneath it no link of the tenant's leads out.
+    /// No link of the tenant's leads out of it.
     pub home: Option<PathBuf>,
     pub hostname: String,
     pub base: PathBuf,
-    /// Looked for with the tenant's rights.
+    /// Looked up with the tenant's rights.
     pub base_as_tenant: bool,
-    pub binds: Vec<Bound>,
+    pub binds: Vec<BirthBind>,
     pub hide: Vec<PathBuf>,
     pub tmp: Option<PathBuf>,
     pub run: Option<PathBuf>,
@@ -74,103 +74,108 @@ pub struct Birth {
     pub has_cgroup: bool,
 }
 
-/// A file or directory of the node to be seen in the sandbox.
+/// A file or directory of the node that the sandbox shows.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Bound {
+pub struct BirthBind {
     pub source: PathBuf,
     pub target: PathBuf,
     pub writable: bool,
-    /// Looked for with the tenant's rights: no link of its own leads it to what it could not reach anyway.
+    /// Looked up with the tenant's rights: no link of its own leads it to an otherwise unreachable
+    /// place.
     pub as_tenant: bool,
+    /// Left out where the base has no such path.
+    pub is_optional: bool,
 }
 
-/// To an init.
+/// A message to an init.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Ask {
+pub enum InitRequest {
     /// With it come the descriptors, in the order of `fds`.
-    Run(Run),
-    /// Tell about the end of a process it has not started itself.
+    Run(RunRequest),
+    /// Report the end of a process that it has not started itself.
     Adopt { pid: u32 },
     /// Kill all processes of the session that this one began.
     EndSession { pid: u32 },
-    /// What came of the restore whose tool has ended last.
+    /// Report the result of the restore whose tool has ended last.
     Restored,
-    /// What came of the files in `/dev/shm` at the end of the checkpoint that ran last.
+    /// Report the result for the files in `/dev/shm` at the end of the last checkpoint.
     Kept,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Run {
+pub struct RunRequest {
     pub argv: Vec<Vec<u8>>,
     /// `NAME=value`.
     pub env: Vec<Vec<u8>>,
     pub directory: PathBuf,
     /// The numbers the descriptors get.
     pub fds: Vec<i32>,
-    /// How many of them, from number 3 on, are sockets to listen on.
+    /// Number of them, from descriptor 3 on, that are sockets to listen on.
     pub listeners: u32,
     pub pid: Option<i32>,
     pub open_files_max: u64,
-    /// It has no transparent huge pages, as the keeper has none.
+    /// It has no transparent huge pages, because the keeper has none.
     pub small_pages: bool,
     /// Its standard input is a terminal, and becomes that of its session.
     pub has_terminal: bool,
-    pub role: Role,
+    pub role: ProcessRole,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Role {
+pub enum ProcessRole {
     /// The tenant's program: its uid, no rights, behind the filter of system calls.
     Tenant,
     /// A tool of the keeper's: root of the sandbox. Numbers are those of descriptors.
     Tool {
         program: i32,
-        /// It takes a checkpoint into this directory: it must read the filters of the others, and the files in `/dev/shm` are
-        /// written there, too, before it lets go of the first process.
+        /// It takes a checkpoint into this directory. It must read the filters of the others. The
+        /// files in `/dev/shm` are written there, too, before it releases the first process.
         takes_into: Option<i32>,
-        /// It brings an image's processes back, whose rights are compared before they run.
+        /// It restores an image's processes, whose rights are compared before they run.
         brings_back: bool,
-        /// What it brings back has memory in these ranges that a file shows,
+        /// Ranges in which restored processes have memory mapped from a file.
         shown: Vec<(u64, u64)>,
-        /// memory that is written meanwhile,
-        fills: Vec<Fill>,
-        /// and files in `/dev/shm` that are made from this one before. The tool does not get it.
+        /// Memory that is written meanwhile.
+        fills: Vec<MemoryFill>,
+        /// File from which the files in `/dev/shm` are made before. The tool does not get it.
         shm: Option<i32>,
     },
 }
 
-/// A file of memory that is written while a tool runs, and before it lets go of what it brings back. Numbers are those of descriptors.
+/// A file of memory that is written while a tool runs, and before it releases the restored
+/// processes. Numbers are those of descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fill {
+pub struct MemoryFill {
     pub memory: i32,
     /// One part after the other. The tool does not get it.
     pub contents: i32,
-    /// Where in the memory, from the first byte to the one behind the last.
+    /// Ranges of the memory, from the first byte to the one behind the last.
     pub parts: Vec<(u64, u64)>,
 }
 
-/// From an init.
+/// A message from an init.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Told {
-    /// It is ready. With it come descriptors: of its process, its root directory and its mount namespace.
+pub enum InitReply {
+    /// It is ready. With it come descriptors: of its process, its root directory and its mount
+    /// namespace.
     Ready,
     /// There will be no sandbox.
     Failed {
         step: String,
         errno: i32,
     },
-    /// With it come the descriptor of the process and the pipe its end is told through.
+    /// With it come the descriptor of the process and the pipe that reports its end.
     Runs {
         pid: u32,
     },
     NotRun {
-        step: Step,
+        step: ChildStep,
         errno: i32,
     },
-    /// All of the session is killed. What the kernel has not ended yet, it is about to.
+    /// All of the session is killed. Processes that the kernel has not ended yet are about to end.
     SessionEnded,
-    /// `errno`: why memory was not written. None: it is, or nobody knows of a reason why not. `wrong_rights`: which thread would
-    /// have had other rights than the sandbox gives.
+    /// `errno`: why memory was not written. `None` if it was, or no reason is known.
+    /// `wrong_rights`: the thread that would have had other rights than the sandbox gives.
     Restored {
         errno: Option<i32>,
         wrong_rights: Option<String>,
@@ -180,15 +185,15 @@ pub enum Told {
     },
 }
 
-/// Where on its way to the program a child failed.
+/// The step on the way to the program at which a child failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Step {
+pub enum ChildStep {
     Fork,
     Descriptors,
     Rights,
     Directory,
     Memory,
-    /// Those in `/dev/shm`.
+    /// Files in `/dev/shm`.
     Files,
     Program,
 }

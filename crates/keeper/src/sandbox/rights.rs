@@ -1,9 +1,10 @@
-//! Rights that processes of a sandbox have, compared with the rights that it gives.
+//! The rights of a sandbox' processes, compared with the rights that the sandbox gives.
 //!
-//! An image says of each thread which ids, capabilities and filters it had, and CRIU gives it these again. So an image that
-//! somebody made could bring back root of the sandbox, or a process without the filter of system calls. Here the kernel is
-//! asked what each thread really has (`/proc/PID/task/TID/status`, proc_pid_status(5)), and in which namespaces it is
-//! (namespaces(7)). Whoever calls has them all stand still.
+//! An image says of each thread which ids, capabilities and filters it had, and CRIU gives it these
+//! again. So a forged image could bring back root of the sandbox, or a process without the filter
+//! of system calls. Here the kernel is asked what each thread really has
+//! (`/proc/PID/task/TID/status`, proc_pid_status(5)), and in which namespaces it is
+//! (namespaces(7)). The caller must have stopped all of these threads.
 //!
 //! Not here: when that is (`restoring`), how a program gives its rights up (`program`).
 
@@ -19,15 +20,16 @@ const INIT_PID: u32 = 1;
 
 /// Rights of every thread of the tenant's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rights {
+pub struct ThreadRights {
     pub uid: u32,
     pub gid: u32,
     /// Filters of system calls that it is behind.
     pub filters: u32,
 }
 
-impl Rights {
-    /// Compares all threads of all processes but the init and this tool. The error says, in words, which has other rights.
+impl ThreadRights {
+    /// Compares all threads of all processes but the init and this tool. The error describes a
+    /// thread with other rights.
     pub fn compare_all(&self, tool: u32) -> Result<(), String> {
         let own =
             own_namespaces().map_err(|error| format!("this sandbox' namespaces are not known: {error}"))?;
@@ -96,7 +98,7 @@ impl Rights {
     }
 }
 
-/// The words behind this name. The error: it is not there, or not once.
+/// Returns the words behind this name. Fails if the name is missing, or occurs twice.
 fn field<'a>(status: &'a str, name: &str) -> Result<Vec<&'a str>, String> {
     let mut lines = status.lines().filter_map(|line| line.strip_prefix(name));
     match (lines.next(), lines.next()) {
@@ -105,7 +107,7 @@ fn field<'a>(status: &'a str, name: &str) -> Result<Vec<&'a str>, String> {
     }
 }
 
-/// It runs no more, whatever it had.
+/// Whether it has ended, so that its rights do not matter.
 fn has_ended(status: &str) -> bool {
     field(status, "State:").is_ok_and(|words| words.first().is_some_and(|state| ["Z", "X"].contains(state)))
 }
@@ -118,7 +120,7 @@ fn namespaces_of(dir: &Path) -> io::Result<Vec<PathBuf>> {
     NAMESPACES.iter().map(|name| fs::read_link(dir.join("ns").join(name))).collect()
 }
 
-/// Entries of a directory that are numbers.
+/// Returns the entries of a directory that are numbers.
 fn numbers(dir: impl AsRef<Path>) -> io::Result<Vec<u32>> {
     let names = fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name()));
     let names = names.collect::<io::Result<Vec<_>>>()?;
@@ -129,7 +131,7 @@ fn numbers(dir: impl AsRef<Path>) -> io::Result<Vec<u32>> {
 mod tests {
     use super::*;
 
-    const RIGHTS: Rights = Rights { uid: 61_001, gid: 61_002, filters: 2 };
+    const RIGHTS: ThreadRights = ThreadRights { uid: 61_001, gid: 61_002, filters: 2 };
 
     const STATUS: &str = "Name:\tpython3\nUmask:\t0022\nState:\tt (tracing stop)\nTgid:\t10\nUid:\t61001\t61001\t61001\t61001\n\
         Gid:\t61002\t61002\t61002\t61002\nFDSize:\t64\nGroups:\t \nNStgid:\t10\n\
@@ -166,14 +168,15 @@ mod tests {
     }
 
     #[test]
-    fn a_right_that_the_kernel_does_not_tell_is_not_taken_for_granted() {
+    fn right_missing_from_the_status_is_not_assumed() {
         for line in STATUS.lines() {
             let missing = STATUS.replacen(&format!("{line}\n"), "", 1);
             let is_needed = ["Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp"];
             let is_needed = is_needed.iter().any(|name| line.starts_with(name));
             assert_eq!(RIGHTS.compare_status(&missing).is_err(), is_needed, "without {line}");
         }
-        // A name with a line of its own in it: the kernel escapes it, and nothing is believed that is there twice.
+        // A name with a line of its own in it: the kernel escapes it, and nothing is believed that
+        // is there twice.
         let twice = format!("{STATUS}NoNewPrivs:\t1\n");
         assert!(RIGHTS.compare_status(&twice).is_err());
     }

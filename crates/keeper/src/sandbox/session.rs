@@ -1,15 +1,17 @@
-//! Ending a session: the processes that a command in a sandbox has started, unless they have begun sessions of their own.
+//! Ends a session: the processes that a command in a sandbox has started, except those with
+//! sessions of their own.
 //!
-//! Runs in the init of a sandbox, whose `/proc` has nothing but the sandbox in it. Not here: who wants the end
-//! (`instances::exec`).
+//! Runs in the init of a sandbox, whose `/proc` has nothing but the sandbox in it. Not here: when a
+//! session is ended (`instances::exec`).
 
 use std::fs;
 use std::io;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Looks at all processes, in case one forks while others are killed. What is left then is the kernel's to kill, or forks
-/// faster than can be looked, which its cell bounds.
+/// Maximum number of passes over all processes, in case one forks while others are killed. Any
+/// process left then is about to be killed by the kernel, or forks faster than the passes. Its cell
+/// bounds that.
 const ROUNDS_MAX: usize = 16;
 
 /// Kills all of the session that this process began.
@@ -20,7 +22,7 @@ pub fn end(leader: u32) -> io::Result<()> {
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
                 continue;
             };
-            // Who has ended meanwhile is in no session.
+            // A process that has ended meanwhile is in no session.
             let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { continue };
             if session_of(&stat) != Some(leader) {
                 continue;
@@ -37,9 +39,10 @@ pub fn end(leader: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Of a line of `/proc/<pid>/stat` (proc_pid_stat(5)); None: it has ended and waits to be reaped.
+/// Parses a line of `/proc/<pid>/stat` (proc_pid_stat(5)). `None` if it has ended and waits to be
+/// reaped.
 fn session_of(stat: &str) -> Option<u32> {
-    // The name is in parentheses, and may have some itself.
+    // The name is in parentheses, and may contain some itself.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let session = fields.nth(2)?;

@@ -1,16 +1,17 @@
 //! The files in a sandbox' `/dev/shm`, on their way into an image and back.
 //!
-//! They are memory that no image of processes has. They are written while all processes stand still, by the sandbox' init
-//! (`checkpoint`), so that they are of the same moment as what the processes remember; and made again in a fresh sandbox by
-//! the process that becomes CRIU (`program`), so that the sandbox' cell pays for them. Either runs inside of the sandbox, with
-//! the rights of its root: no link in it leads out. The file of an image with them:
+//! They are memory that no image of processes contains. The sandbox' init writes them while all
+//! processes are stopped (`checkpoint`). So they are of the same moment as the processes' memory.
+//! The process that becomes CRIU makes them again in a fresh sandbox (`program`). So the sandbox'
+//! cell is charged for them. Both run inside of the sandbox, with the rights of its root: no link
+//! in it leads out. The file of an image with them:
 //!
 //! ```text
 //! <bytes of the list, 8 of them, little-endian> <list> <parts of all files, one after the other>
 //! ```
 //!
-//! Not here: that it is made (`tree`), files of `/run` and `/tmp`, which are on disk (`instances::carried`), files without a
-//! name, which CRIU carries.
+//! Not here: making `/dev/shm` (`tree`), files of `/run` and `/tmp`, which are on disk
+//! (`instances::run::volatile_files`), unlinked files, which CRIU carries.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -26,13 +27,13 @@ use rustix::io::Errno;
 /// Name of the file in the directory of an image.
 pub const FILE: &str = "dev-shm.img";
 
-/// Files, directories and links.
+/// Maximum number of files, directories and links.
 pub const ENTRIES_MAX: usize = 1000;
 
-/// Directories in each other.
+/// Maximum depth of nested directories.
 pub const DEPTH_MAX: usize = 8;
 
-/// Bytes of the list: longer ones only come from names and links that are as long as they can be.
+/// Maximum length of the list, bytes. Longer ones only come from names and links of maximum length.
 const LIST_LEN_MAX: usize = 8 << 20;
 
 const TOP: &str = "/dev/shm";
@@ -40,21 +41,22 @@ const TOP: &str = "/dev/shm";
 const PERMISSIONS: u32 = 0o777;
 
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Entry {
-    /// From the top. The directory it is in comes before it.
+pub(crate) struct ShmEntry {
+    /// Path from the top. The parent directory comes before the entry.
     path: Vec<u8>,
-    what: What,
+    what: ShmEntryKind,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) enum What {
+pub(crate) enum ShmEntryKind {
     Directory {
         mode: u32,
     },
     File {
         mode: u32,
         len: u64,
-        /// Where it has contents, from the first byte to the one behind the last. Elsewhere it is a hole.
+        /// Ranges with contents, from the first byte to the one behind the last. The rest is a
+        /// hole.
         parts: Vec<(u64, u64)>,
     },
     Link {
@@ -81,14 +83,14 @@ fn invalid() -> io::Error {
 
 // === Into an image ===
 
-/// Writes all there is of this device to a new file in the directory of an image. Where there is nothing, there is no file:
-/// something else may be bound over the whole of it, or beneath it.
+/// Writes all files of this device to a new file in the directory of an image. Without any, there
+/// is no file: something else may be bound over the whole of it, or below it.
 pub fn keep(image: &OwnedFd, device: u64) -> io::Result<()> {
     keep_beneath(&top()?, device, image)
 }
 
 fn keep_beneath(top: &OwnedFd, device: u64, image: &OwnedFd) -> io::Result<()> {
-    // Of a time that was not the end of the checkpoint after all.
+    // Left by a call that was not the end of the checkpoint after all.
     match rustix::fs::unlinkat(image, FILE, AtFlags::empty()) {
         Err(errno) if errno != Errno::NOENT => return Err(errno.into()),
         _ => {}
@@ -102,15 +104,15 @@ fn keep_beneath(top: &OwnedFd, device: u64, image: &OwnedFd) -> io::Result<()> {
     write(top, &entries, &mut File::from(file))
 }
 
-fn write(top: &OwnedFd, entries: &[Entry], to: &mut File) -> io::Result<()> {
+fn write(top: &OwnedFd, entries: &[ShmEntry], to: &mut File) -> io::Result<()> {
     let list = postcard::to_stdvec(entries).map_err(io::Error::other)?;
     if list.len() > LIST_LEN_MAX {
         return Err(too_much());
     }
     to.write_all(&(list.len() as u64).to_le_bytes())?;
     to.write_all(&list)?;
-    for Entry { path, what } in entries {
-        let What::File { parts, .. } = what else { continue };
+    for ShmEntry { path, what } in entries {
+        let ShmEntryKind::File { parts, .. } = what else { continue };
         let (above, name) = above(top, path)?;
         let source = open(&above, name)?;
         for (start, end) in parts {
@@ -121,21 +123,21 @@ fn write(top: &OwnedFd, entries: &[Entry], to: &mut File) -> io::Result<()> {
     Ok(())
 }
 
-/// Everything beneath a directory that is of this device.
-fn look(top: &OwnedFd, device: u64) -> io::Result<Vec<Entry>> {
-    let mut found = Found { device, entries: Vec::new(), names: HashMap::new() };
+/// Returns everything below a directory that is of this device.
+fn look(top: &OwnedFd, device: u64) -> io::Result<Vec<ShmEntry>> {
+    let mut found = ShmScan { device, entries: Vec::new(), names: HashMap::new() };
     found.add_beneath(top, Path::new(""), DEPTH_MAX)?;
     Ok(found.entries)
 }
 
-struct Found {
+struct ShmScan {
     device: u64,
-    entries: Vec<Entry>,
-    /// The first names of files that have several, by their inodes' numbers.
+    entries: Vec<ShmEntry>,
+    /// The first names of files that have several, by their inode numbers.
     names: HashMap<u64, Vec<u8>>,
 }
 
-impl Found {
+impl ShmScan {
     fn add_beneath(&mut self, dir: &OwnedFd, beneath: &Path, depth: usize) -> io::Result<()> {
         for entry in Dir::read_from(dir)? {
             let entry = entry?;
@@ -144,7 +146,7 @@ impl Found {
                 continue;
             }
             let stat = match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-                // A command beside the application does not stand still.
+                // A command beside the application is not stopped.
                 Err(Errno::NOENT) => continue,
                 stat => stat?,
             };
@@ -153,8 +155,8 @@ impl Found {
             if self.entries.len() == ENTRIES_MAX {
                 return Err(too_much());
             }
-            let is_directory = matches!(what, What::Directory { .. });
-            self.entries.push(Entry { path: path.as_os_str().as_bytes().to_vec(), what });
+            let is_directory = matches!(what, ShmEntryKind::Directory { .. });
+            self.entries.push(ShmEntry { path: path.as_os_str().as_bytes().to_vec(), what });
             if is_directory {
                 let depth = depth.checked_sub(1).ok_or_else(too_much)?;
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -165,38 +167,38 @@ impl Found {
         Ok(())
     }
 
-    /// None: it is bound there from elsewhere, or of a kind that is not carried, such as a socket.
-    fn what(&mut self, dir: &OwnedFd, path: &Path, stat: &Stat) -> io::Result<Option<What>> {
+    /// Returns `None` if it is bound there from elsewhere, or of another kind, such as a socket.
+    fn what(&mut self, dir: &OwnedFd, path: &Path, stat: &Stat) -> io::Result<Option<ShmEntryKind>> {
         if stat.st_dev != self.device {
             return Ok(None);
         }
         let (mode, name) = (stat.st_mode & PERMISSIONS, path.file_name().unwrap_or_default());
         Ok(Some(match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory => What::Directory { mode },
+            FileType::Directory => ShmEntryKind::Directory { mode },
             FileType::RegularFile => {
                 if stat.st_nlink > 1 {
                     if let Some(path) = self.names.get(&stat.st_ino) {
-                        return Ok(Some(What::Same { path: path.clone() }));
+                        return Ok(Some(ShmEntryKind::Same { path: path.clone() }));
                     }
                     self.names.insert(stat.st_ino, path.as_os_str().as_bytes().to_vec());
                 }
                 let len = u64::try_from(stat.st_size).unwrap_or(0);
-                What::File { mode, len, parts: parts(&open(dir, name)?, len)? }
+                ShmEntryKind::File { mode, len, parts: parts(&open(dir, name)?, len)? }
             }
             FileType::Symlink => {
-                What::Link { to: rustix::fs::readlinkat(dir, name, Vec::new())?.into_bytes() }
+                ShmEntryKind::Link { to: rustix::fs::readlinkat(dir, name, Vec::new())?.into_bytes() }
             }
             _ => return Ok(None),
         }))
     }
 }
 
-/// Where a file has contents.
+/// Returns the ranges of a file with contents.
 fn parts(file: &OwnedFd, len: u64) -> io::Result<Vec<(u64, u64)>> {
     let (mut parts, mut at) = (Vec::new(), 0);
     while at < len {
         let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            // Holes alone from here on.
+            // Only holes from here on.
             Err(Errno::NXIO) => break,
             start => start?,
         };
@@ -210,12 +212,12 @@ fn parts(file: &OwnedFd, len: u64) -> io::Result<Vec<(u64, u64)>> {
 }
 
 fn open(dir: &OwnedFd, name: &OsStr) -> io::Result<OwnedFd> {
-    // What was a file may be a pipe by now, or a link.
+    // The file may have become a pipe or a link by now.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
 }
 
-/// So many bytes, from where both are.
+/// Copies this many bytes, from both positions on.
 fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'_>, mut len: u64) -> io::Result<()> {
     while len > 0 {
         let most = usize::try_from(len).unwrap_or(usize::MAX);
@@ -229,7 +231,7 @@ fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'_>, mut len: u64) -> io::Result
 
 // === And back ===
 
-/// Makes everything that this file has, for this user and group.
+/// Makes everything in this file, for this user and group.
 pub fn put_back(from: BorrowedFd<'_>, uid: u32, gid: u32) -> io::Result<()> {
     put_beneath(&top()?, from, uid, gid)
 }
@@ -245,25 +247,30 @@ fn put_beneath(top: &OwnedFd, from: BorrowedFd<'_>, uid: u32, gid: u32) -> io::R
     entries.iter().try_for_each(|entry| make(entry, &file, top, (Uid::from_raw(uid), Gid::from_raw(gid))))
 }
 
-pub(crate) fn read_list(list: &[u8]) -> io::Result<Vec<Entry>> {
-    let entries: Vec<Entry> = postcard::from_bytes(list).map_err(|_| invalid())?;
+pub(crate) fn read_list(list: &[u8]) -> io::Result<Vec<ShmEntry>> {
+    let entries: Vec<ShmEntry> = postcard::from_bytes(list).map_err(|_| invalid())?;
     if entries.len() > ENTRIES_MAX { Err(invalid()) } else { Ok(entries) }
 }
 
-/// The contents of a file are what comes next in `from`.
-fn make(Entry { path, what }: &Entry, from: &File, top: &OwnedFd, (uid, gid): (Uid, Gid)) -> io::Result<()> {
+/// Makes one entry. The contents of a file come next in `from`.
+fn make(
+    ShmEntry { path, what }: &ShmEntry,
+    from: &File,
+    top: &OwnedFd,
+    (uid, gid): (Uid, Gid),
+) -> io::Result<()> {
     let (dir, name) = above(top, path)?;
     let permissions = |mode: u32| Mode::from_raw_mode(mode & PERMISSIONS);
     match what {
-        What::Directory { mode } => {
+        ShmEntryKind::Directory { mode } => {
             match rustix::fs::mkdirat(&dir, name, Mode::RWXU) {
-                // Something is bound beneath it.
+                // Something is bound below it.
                 Err(Errno::EXIST) => return Ok(()),
                 made => made?,
             }
             rustix::fs::chmodat(&dir, name, permissions(*mode), AtFlags::empty())?;
         }
-        What::File { mode, len, parts } => {
+        ShmEntryKind::File { mode, len, parts } => {
             let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
             let file = rustix::fs::openat(&dir, name, flags, Mode::RUSR | Mode::WUSR)?;
             rustix::fs::ftruncate(&file, *len)?;
@@ -274,8 +281,8 @@ fn make(Entry { path, what }: &Entry, from: &File, top: &OwnedFd, (uid, gid): (U
             }
             rustix::fs::fchmod(&file, permissions(*mode))?;
         }
-        What::Link { to } => rustix::fs::symlinkat(to.as_slice(), &dir, name)?,
-        What::Same { path } => {
+        ShmEntryKind::Link { to } => rustix::fs::symlinkat(to.as_slice(), &dir, name)?,
+        ShmEntryKind::Same { path } => {
             let (other, its_name) = above(top, path)?;
             return Ok(rustix::fs::linkat(other, its_name, dir, name, AtFlags::empty())?);
         }
@@ -283,7 +290,8 @@ fn make(Entry { path, what }: &Entry, from: &File, top: &OwnedFd, (uid, gid): (U
     Ok(rustix::fs::chownat(dir, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// The directory that a path's last name is in. Neither leads out of the top, or through a link.
+/// Returns the parent directory of a path's last name. It leads neither out of the top, nor through
+/// a link.
 fn above<'a>(top: &OwnedFd, path: &'a [u8]) -> io::Result<(OwnedFd, &'a OsStr)> {
     let path = Path::new(OsStr::from_bytes(path));
     let (Some(above), Some(name)) = (path.parent(), path.file_name()) else { return Err(invalid()) };
@@ -331,7 +339,7 @@ mod tests {
             put_beneath(&self.open("to"), image.as_fd(), uid.as_raw(), gid.as_raw())
         }
 
-        fn write_image(&self, entries: &[Entry], contents: &[u8]) {
+        fn write_image(&self, entries: &[ShmEntry], contents: &[u8]) {
             let list = postcard::to_stdvec(entries).unwrap();
             let bytes = [&(list.len() as u64).to_le_bytes()[..], &list, contents].concat();
             fs::write(self.at("image").join(FILE), bytes).unwrap();
@@ -400,12 +408,12 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_elsewhere_or_is_not_whole_is_refused() {
-        let entry = |path: &str, what: What| Entry { path: path.into(), what };
-        let file = || What::File { mode: 0o600, len: 1, parts: vec![(0, 1)] };
-        let parts = |parts: &[(u64, u64)]| What::File { mode: 0o600, len: 8, parts: parts.to_vec() };
-        let link = || What::Link { to: b"../outside".to_vec() };
-        let same = |path: &str| What::Same { path: path.into() };
+    fn entry_that_leads_elsewhere_or_is_incomplete_is_refused() {
+        let entry = |path: &str, what: ShmEntryKind| ShmEntry { path: path.into(), what };
+        let file = || ShmEntryKind::File { mode: 0o600, len: 1, parts: vec![(0, 1)] };
+        let parts = |parts: &[(u64, u64)]| ShmEntryKind::File { mode: 0o600, len: 8, parts: parts.to_vec() };
+        let link = || ShmEntryKind::Link { to: b"../outside".to_vec() };
+        let same = |path: &str| ShmEntryKind::Same { path: path.into() };
         for bad in [
             vec![entry("../x", file())],
             vec![entry("/tmp/x", file())],
@@ -413,7 +421,7 @@ mod tests {
             vec![entry("..", file())],
             vec![entry("a/x", file())],
             vec![entry("a", link()), entry("a/x", file())],
-            vec![entry("a", link()), entry("a/x", What::Directory { mode: 0o700 })],
+            vec![entry("a", link()), entry("a/x", ShmEntryKind::Directory { mode: 0o700 })],
             vec![entry("a", link()), entry("a/x", link())],
             vec![entry("a", link()), entry("x", same("a/secret"))],
             vec![entry("x", same("../outside/secret"))],
@@ -422,7 +430,7 @@ mod tests {
             vec![entry("x", parts(&[(4, 9)]))],
             vec![entry("x", parts(&[(4, 2)]))],
             vec![entry("x", parts(&[(0, 8)])), entry("y", file())],
-            vec![entry("x", What::Directory { mode: 0o700 }); ENTRIES_MAX + 1],
+            vec![entry("x", ShmEntryKind::Directory { mode: 0o700 }); ENTRIES_MAX + 1],
         ] {
             let world = World::new();
             fs::create_dir(world.at("outside")).unwrap();

@@ -1,9 +1,11 @@
-//! The files a sandbox sees: what is opened for it with the node's rights, and how its init puts that together.
+//! The files of a sandbox: sources opened for it with the node's rights, and their assembly by its
+//! init.
 //!
-//! The root file system is made first, the same for every sandbox, and is all there is in its mount namespace
-//! (`skeleton`, `enter`). When the sandbox is ordered a process with root's rights on the node opens every source as a
-//! mount of its own, attached nowhere (`prepare`): root of a sandbox could not reach them. Its init puts them in place
-//! (`attach`). Not here: the namespaces (`namespaces`), who does what when (`birth`).
+//! The root file system is made first, the same for every sandbox, and is all of its mount
+//! namespace (`skeleton`, `enter`). When the sandbox is ordered, a process with the node's root
+//! rights opens every source as a detached mount (`prepare`). Root of a sandbox could not reach
+//! them. Its init attaches them (`attach`). Not here: the namespaces (`namespaces`), the order of
+//! steps (`birth`).
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,12 +18,13 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, open_tree, unmount,
 };
 
-use super::failure::{Failure, Step};
+use crate::paths::tenant_path::PathOwner;
+use crate::sys::{AccessRight, UnixIdentity};
+
+use super::failure::{StepContext, StepFailure};
+use super::ids::root_id;
 use super::kernel::{set_mount_attributes, set_tree_attributes};
-use super::order::{Birth, Bound};
-use super::root_id;
-use crate::sys::{Access, Identity};
-use crate::tenant_path::PathOwner;
+use super::order::{BirthBind, SandboxBirth};
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -31,16 +34,18 @@ const NO_PROGRAMS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOEXEC;
 /// The one file system that has devices.
 const SKELETON: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(NO_PROGRAMS);
 
-/// In every sandbox its own.
+/// Directories of which every sandbox has its own.
 const OWN: [&str; 5] = ["proc", "sys", "dev", "run", "tmp"];
 
-/// Of the node's root these are shown, for they are what programs run on. Whatever else is there may be anybody's files.
+/// Entries of the node's root that are shown, because programs need them. Any others may be
+/// anybody's files.
 const SHOWN: [&str; 14] = [
     "bin", "etc", "gnu", "lib", "lib32", "lib64", "libexec", "libo32", "libx32", "nix", "opt", "sbin", "usr",
     "var",
 ];
 
-/// Of any other base these are given as they are, and a tenant's files may be beside what is in them, if that is not more than so much.
+/// Directories of any other base whose entries are mounted one by one, if there are few. So a
+/// tenant's files may be beside them.
 const SPREAD: [&str; 7] = ["home", "root", "srv", "mnt", "media", "boot", "lost+found"];
 const SPREAD_MAX: usize = 32;
 
@@ -50,10 +55,10 @@ const HIDDEN: [&str; 5] = ["/var/log", "/var/spool", "/var/mail", "/var/backups"
 /// Directories of a base that nodes often have as file systems of their own.
 const NESTED: [&str; 3] = ["usr/local", "var/lib", "var/cache"];
 
-/// What programs ask of the node's hardware.
+/// Files about the node's hardware that programs read.
 const FACTS: [&str; 2] = ["/sys/devices/system/cpu", "/sys/kernel/mm/transparent_hugepage"];
 
-/// Of `/proc`, what Docker masks too: files that tell of the node, or act on it.
+/// Files of `/proc` that report on the node, or act on it. Docker masks them, too.
 const MASKED: [&str; 16] = [
     "acpi",
     "asound",
@@ -72,8 +77,8 @@ const MASKED: [&str; 16] = [
     "timer_stats",
     "vmallocinfo",
 ];
-/// Not `sys`: what is not the sandbox' own in it belongs to root of the node, who is nobody here, and CRIU wants to
-/// write what is.
+/// Not `sys`: its foreign entries belong to root of the node, who is nobody here. CRIU must write
+/// the sandbox' own entries.
 const LOCKED: [&str; 3] = ["bus", "fs", "irq"];
 
 /// Directories of the root file system that are the sandbox' root's, in the order they are made.
@@ -91,51 +96,54 @@ const LINKS: [(&str, &str); 5] = [
     ("dev/stderr", "/proc/self/fd/2"),
 ];
 
-/// Directories of the skeleton that are mounted over others: those that may get mount points, and an empty one.
+/// Directories of the skeleton that are mounted over others: those that may get mount points, and
+/// an empty one.
 const HIDES: &str = ".hidden";
 const NOTHING: &str = ".nothing";
-/// Where the node's `/proc` is until the sandbox has its own: relative to the root that is its working directory.
+/// Path of the node's `/proc` until the sandbox has its own: relative to the root that is its
+/// working directory.
 const NODE_PROC: &str = ".hidden/proc";
 
-/// Bytes of the skeleton: directories, links and devices only.
+/// Size of the skeleton: directories, links and devices only.
 const SKELETON_BYTES_MAX: &str = "1m";
-/// Pseudoterminals.
+/// Maximum number of pseudoterminals.
 const TERMINALS_MAX: &str = "16";
-/// Bytes of `/tmp` and of `/run` where the order names no directory for them.
+/// Size of `/tmp` and of `/run` where the order names no directory for them.
 const SCRATCH_BYTES_MAX: u64 = 64 << 20;
 
-/// All sources of one sandbox, each a mount that is attached nowhere.
+/// All sources of one sandbox, each a detached mount.
 #[derive(Debug)]
-pub struct Prepared {
-    /// Each with its place in the root file system, where something is made for it.
+pub struct PreparedMounts {
+    /// Each with its path in the root file system, where a mount point is made for it.
     base: Vec<(OwnedFd, PathBuf)>,
     /// File systems of their own in the base.
-    nested: Vec<Source>,
+    nested: Vec<MountSource>,
     tmp: Option<OwnedFd>,
     run: Option<OwnedFd>,
-    binds: Vec<Source>,
-    /// Directories of the base that are to look empty.
+    binds: Vec<MountSource>,
+    /// Directories of the base that look empty.
     hide: Vec<PathBuf>,
-    /// `/var/tmp` is there and has to be `/tmp`.
+    /// `/var/tmp` exists and must be `/tmp`.
     has_var_tmp: bool,
 }
 
 #[derive(Debug)]
-struct Source {
+struct MountSource {
     mount: OwnedFd,
     target: PathBuf,
     is_directory: bool,
+    is_optional: bool,
 }
 
 // === With the node's rights ===
 
 /// Opens everything `birth` names, and makes the root file system the sandbox'.
-pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
+pub fn prepare(birth: &SandboxBirth, root: &OwnedFd) -> Result<PreparedMounts, StepFailure> {
     for name in OWNED {
         give(root, name, birth).step("make its root file system its own")?;
     }
     let base_at = || format!("open its base {}", birth.base.display());
-    let identity = Identity { uid: birth.uid, gid: birth.gid };
+    let identity = UnixIdentity { uid: birth.uid, gid: birth.gid };
     let owner = PathOwner::new(birth.home.as_deref(), Some(identity));
     let base = open_base(birth, &owner).step(base_at())?;
     let is_node = is_root_of_node(&base).step(base_at())?;
@@ -155,7 +163,7 @@ pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
         .iter()
         .map(|bound| open_bound(bound, &owner).step(format!("open {} for it", bound.source.display())));
     let has_var_tmp = find(&base, Path::new("var/tmp"), true).is_ok();
-    Ok(Prepared {
+    Ok(PreparedMounts {
         base: sources,
         nested,
         tmp: scratch(&birth.tmp)?,
@@ -166,17 +174,17 @@ pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
     })
 }
 
-/// What every sandbox begins with.
+/// The common beginning of every sandbox.
 #[derive(Debug)]
-pub struct Skeleton {
+pub struct RootSkeleton {
     pub root: OwnedFd,
-    /// Of the node. Only who has one in full sight may mount another.
+    /// `/proc` of the node. Only a process that sees one in full may mount another.
     proc: OwnedFd,
     facts: Vec<(OwnedFd, &'static Path)>,
 }
 
-/// Makes one: a root file system and what is the same in all of them.
-pub fn skeleton() -> io::Result<Skeleton> {
+/// Makes one: a root file system and the parts that are the same in all of them.
+pub fn skeleton() -> io::Result<RootSkeleton> {
     let root = root_of_all()?;
     rustix::fs::mkdirat(&root, NODE_PROC, Mode::from_raw_mode(0o755))?;
     let mut facts = Vec::with_capacity(FACTS.len());
@@ -184,10 +192,11 @@ pub fn skeleton() -> io::Result<Skeleton> {
         make(&root, fact, true)?;
         facts.push((clone_path(CWD, fact, READ_ONLY)?, fact));
     }
-    Ok(Skeleton { root, proc: clone_path(CWD, Path::new("/proc"), PLAIN | NO_PROGRAMS)?, facts })
+    Ok(RootSkeleton { root, proc: clone_path(CWD, Path::new("/proc"), PLAIN | NO_PROGRAMS)?, facts })
 }
 
-/// A small file system in memory with the only devices there are. It is root's of the node until it is somebody's.
+/// Makes a small file system in memory with the only devices there are. It is root's of the node
+/// until it is somebody's.
 fn root_of_all() -> io::Result<OwnedFd> {
     let root = new_mount("tmpfs", &[("mode", "755"), ("size", SKELETON_BYTES_MAX)], SKELETON)?;
     let mode = Mode::from_raw_mode(0o755);
@@ -198,7 +207,7 @@ fn root_of_all() -> io::Result<OwnedFd> {
         let (path, device) = (format!("dev/{name}"), rustix::fs::makedev(major, minor));
         let file = Mode::from_raw_mode(0o666);
         rustix::fs::mknodat(&root, &path, FileType::CharacterDevice, file, device)?;
-        // The mask of the keeper's process was taken off it.
+        // The umask of the keeper's process has removed bits.
         rustix::fs::chmodat(&root, &path, file, AtFlags::empty())?;
     }
     for (name, to) in LINKS {
@@ -208,7 +217,7 @@ fn root_of_all() -> io::Result<OwnedFd> {
 }
 
 /// Makes it the sandbox' root's.
-fn give(root: &OwnedFd, path: impl rustix::path::Arg, birth: &Birth) -> io::Result<()> {
+fn give(root: &OwnedFd, path: impl rustix::path::Arg, birth: &SandboxBirth) -> io::Result<()> {
     Ok(rustix::fs::chownat(
         root,
         path,
@@ -226,11 +235,11 @@ fn own_group(gid: u32) -> rustix::fs::Gid {
     rustix::fs::Gid::from_raw(root_id(gid))
 }
 
-/// The directories of a base, each as a mount, and its links, which go into the skeleton as they are.
+/// Opens the directories of a base, each as a mount, and copies its links into the skeleton.
 fn top_level(
     base: &OwnedFd,
     root: &OwnedFd,
-    birth: &Birth,
+    birth: &SandboxBirth,
     is_node: bool,
 ) -> io::Result<Vec<(OwnedFd, PathBuf)>> {
     let mut sources = Vec::new();
@@ -246,7 +255,7 @@ fn top_level(
                 let to = rustix::fs::readlinkat(base, name, Vec::new())?;
                 rustix::fs::symlinkat(&to, root, name)?;
             }
-            // What is in there one by one, so that there is room for a tenant's files beside it.
+            // One entry at a time, so that there is room for a tenant's files beside them.
             FileType::Directory if SPREAD.contains(&name) && is_small(base, name)? => {
                 let dir = find(base, Path::new(name), true)?;
                 rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755))?;
@@ -264,7 +273,7 @@ fn top_level(
     Ok(sources)
 }
 
-fn nested(base: &OwnedFd) -> io::Result<Vec<Source>> {
+fn nested(base: &OwnedFd) -> io::Result<Vec<MountSource>> {
     let mut sources = Vec::new();
     for name in NESTED {
         // A base that is not the node's may have any links.
@@ -272,13 +281,13 @@ fn nested(base: &OwnedFd) -> io::Result<Vec<Source>> {
         let stat = rustix::fs::statx(&found, "", AtFlags::EMPTY_PATH, StatxFlags::TYPE)?;
         if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
             let mount = clone_mount(&found, READ_ONLY)?;
-            sources.push(Source { mount, target: name.into(), is_directory: true });
+            sources.push(MountSource { mount, target: name.into(), is_directory: true, is_optional: false });
         }
     }
     Ok(sources)
 }
 
-/// What it is; not all file systems say so with the name.
+/// Returns its type. Not all file systems report it with the name.
 fn kind_of(dir: &OwnedFd, entry: &rustix::fs::DirEntry) -> io::Result<FileType> {
     match entry.file_type() {
         FileType::Unknown => {
@@ -289,14 +298,15 @@ fn kind_of(dir: &OwnedFd, entry: &rustix::fs::DirEntry) -> io::Result<FileType> 
     }
 }
 
-/// Whether so few things are in it that each can be a mount of its own.
+/// Whether it has so few entries that each can be a mount of its own.
 fn is_small(base: &OwnedFd, name: &str) -> io::Result<bool> {
     let dir = base_readable(&find(base, Path::new(name), true)?)?;
-    // With itself and the one above.
+    // With `.` and `..`.
     Ok(rustix::fs::Dir::read_from(dir)?.take(SPREAD_MAX + 3).count() <= SPREAD_MAX + 2)
 }
 
-/// Each thing in a directory of the base as a mount beneath `name`; links go into the skeleton as they are.
+/// Opens each entry in a directory of the base as a mount below `name`, and copies links into the
+/// skeleton.
 fn spread(
     dir: &OwnedFd,
     name: &str,
@@ -334,21 +344,22 @@ fn base_readable(base: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(base, ".", flags, Mode::empty())?)
 }
 
-fn open_base(birth: &Birth, owner: &PathOwner) -> io::Result<OwnedFd> {
+fn open_base(birth: &SandboxBirth, owner: &PathOwner) -> io::Result<OwnedFd> {
     if birth.base_as_tenant {
-        return owner.open_directory(&birth.base, Access::Search);
+        return owner.open_directory(&birth.base, AccessRight::Search);
     }
     Ok(rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty())?)
 }
 
-/// Whatever it is called.
+/// Under any path.
 fn is_root_of_node(base: &OwnedFd) -> io::Result<bool> {
     let (base, root) = (rustix::fs::fstat(base)?, rustix::fs::stat("/")?);
     Ok((base.st_dev, base.st_ino) == (root.st_dev, root.st_ino))
 }
 
-/// Links in what is bound are left as they are: a program follows them in its sandbox, where they lead to nothing else.
-fn open_bound(bound: &Bound, owner: &PathOwner) -> io::Result<Source> {
+/// Opens a source. Links in it are left as they are. A program follows them in its sandbox, where
+/// they lead to nothing else.
+fn open_bound(bound: &BirthBind, owner: &PathOwner) -> io::Result<MountSource> {
     let (found, is_directory) = if bound.as_tenant {
         owner.open_source(&bound.source)?
     } else {
@@ -357,14 +368,14 @@ fn open_bound(bound: &Bound, owner: &PathOwner) -> io::Result<Source> {
         (found, kind == FileType::Directory)
     };
     let mount = clone_mount(&found, if bound.writable { PLAIN } else { READ_ONLY })?;
-    Ok(Source { mount, target: bound.target.clone(), is_directory })
+    Ok(MountSource { mount, target: bound.target.clone(), is_directory, is_optional: bound.is_optional })
 }
 
 // === In the sandbox' own namespaces ===
 
-/// Makes it the root of this process, and all of the mount namespace this process is in: nothing of the node's own tree
-/// is left but its `/proc`, for as long as it takes to mount another.
-pub fn enter(Skeleton { root, proc, facts }: &Skeleton) -> io::Result<()> {
+/// Makes it the root of this process, and all of this process' mount namespace. Nothing of the
+/// node's own tree is left but its `/proc`, until another is mounted.
+pub fn enter(RootSkeleton { root, proc, facts }: &RootSkeleton) -> io::Result<()> {
     attach_at(root, CWD, "/")?;
     attach_at(proc, root, NODE_PROC)?;
     for (mount, fact) in facts {
@@ -373,14 +384,14 @@ pub fn enter(Skeleton { root, proc, facts }: &Skeleton) -> io::Result<()> {
     pivot(root)
 }
 
-/// Lets go of the node's `/proc`. To be done before any program runs.
+/// Releases the node's `/proc`. Must be done before any program runs.
 pub fn forget_node() -> io::Result<()> {
     Ok(unmount(NODE_PROC, UnmountFlags::DETACH)?)
 }
 
-/// Puts it all together. Needs the mount namespace that was entered with this root. Returns the device of its `/dev/shm`,
-/// over which something else may be bound.
-pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<u64, Failure> {
+/// Attaches everything. Needs the mount namespace that was entered with this root. Returns the
+/// device of its `/dev/shm`, over which something else may be bound.
+pub fn attach(root: &OwnedFd, prepared: &PreparedMounts, birth: &SandboxBirth) -> Result<u64, StepFailure> {
     let (uid, gid) = (birth.uid, birth.gid);
     for (mount, target) in &prepared.base {
         attach_at(mount, root, target).step(format!("attach {}", target.display()))?;
@@ -431,10 +442,10 @@ pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<u64,
 }
 
 fn hide(root: &OwnedFd, number: usize, path: &Path) -> io::Result<Option<OwnedFd>> {
-    // Looked for first: a mount that is not needed is as dear to let go of as to unmount.
+    // Looked up first: an unneeded mount costs as much to release as to unmount.
     let target = match find(root, path, true) {
         Ok(target) => target,
-        // Beneath a directory that is hidden itself.
+        // Below a directory that is hidden itself.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
@@ -456,7 +467,8 @@ fn scratch(
     new_mount("tmpfs", &[("mode", mode), ("size", &size), ("uid", &uid), ("gid", &gid)], attributes)
 }
 
-/// Files of `/proc` become `/dev/null`, directories empty ones; a few more become read-only.
+/// Replaces files of `/proc` by `/dev/null` and directories by empty ones. Makes a few more
+/// read-only.
 fn mask(root: &OwnedFd) -> io::Result<()> {
     let over = |path| rustix::fs::openat(root, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let (null, nothing) = (over("dev/null")?, over(NOTHING)?);
@@ -474,7 +486,7 @@ fn mask(root: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// None: this kernel has no such thing.
+/// Returns `None` if this kernel has no such file.
 fn find_in_proc(root: &OwnedFd, name: &str) -> io::Result<Option<OwnedFd>> {
     match find(root, &Path::new("proc").join(name), false) {
         Ok(found) => Ok(Some(found)),
@@ -483,9 +495,11 @@ fn find_in_proc(root: &OwnedFd, name: &str) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// Attaches at the source's target; what is missing of the path is made where the sandbox' root may do that.
-fn put(root: &OwnedFd, source: &Source) -> io::Result<()> {
+/// Attaches at the source's target. Missing parts of the path are made where the sandbox' root may
+/// do that.
+fn put(root: &OwnedFd, source: &MountSource) -> io::Result<()> {
     let target = match find(root, &source.target, source.is_directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && source.is_optional => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             make(root, &source.target, source.is_directory)?;
             find(root, &source.target, source.is_directory)?
@@ -537,7 +551,7 @@ fn new_file(at: &OwnedFd, name: impl rustix::path::Arg) -> rustix::io::Result<Ow
 fn pivot(root: &OwnedFd) -> io::Result<()> {
     rustix::process::fchdir(root)?;
     rustix::process::pivot_root(".", ".")?;
-    // Where both are at one place the old one is on top.
+    // While both are at one place the old one is on top.
     unmount(".", UnmountFlags::DETACH)?;
     rustix::process::chdir("/")?;
     Ok(())
@@ -545,24 +559,25 @@ fn pivot(root: &OwnedFd) -> io::Result<()> {
 
 // === Mounts ===
 
-/// A directory of the node as a mount that leads nowhere else, not even by `..`.
+/// Opens a directory of the node as a mount that leads nowhere else, not even by `..`.
 pub fn detached(path: &Path, writable: bool) -> io::Result<OwnedFd> {
     clone_path(CWD, path, if writable { PLAIN } else { READ_ONLY })
 }
 
-/// Nobody writes through this mount any more.
+/// Makes this mount read-only.
 pub fn lock(mount: impl AsFd) -> io::Result<()> {
     set_mount_attributes(mount, READ_ONLY)
 }
 
-/// An empty directory in memory that nobody finds, for a user and group of the node.
+/// Makes an empty directory in memory that nobody finds, for a user and group of the node.
 pub fn memory(uid: u32, gid: u32, mode: &str, bytes_max: u64) -> io::Result<OwnedFd> {
     scratch(uid, gid, mode, bytes_max, PLAIN | NO_PROGRAMS)
 }
 
-/// A `/proc` of the pid namespace this process is in, in which nobody but root sees other users' processes.
+/// Mounts a `/proc` of this process' pid namespace, in which only root sees other users' processes.
 pub fn own_proc() -> io::Result<OwnedFd> {
-    // By its name it is a setting of this mount alone (Linux 5.8); by its number it could be the node's, too.
+    // By its name it is a setting of this mount alone (Linux 5.8). By its number it could be the
+    // node's, too.
     new_mount("proc", &[("hidepid", "invisible")], PLAIN | NO_PROGRAMS)
 }
 
@@ -575,14 +590,15 @@ fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -
     Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
-/// Never of what a link leads to: a base may be a tenant's, which can put one in the place of what was looked at.
+/// Never clones the target of a link. A base may be a tenant's, which can replace the checked path
+/// by one.
 fn clone_path(at: impl AsFd, path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::openat(at, path, flags, Mode::empty())?;
     clone_mount(&found, attributes)
 }
 
-/// A mount of what an open file is, attached nowhere.
+/// Makes a detached mount of an open file.
 fn clone_mount(file: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
@@ -593,7 +609,8 @@ fn clone_mount(file: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd
     Ok(mount)
 }
 
-/// A mount of what an open file is with all that is mounted beneath it, attached nowhere: no path leads up from it.
+/// Makes a detached mount of an open file with all that is mounted below it. No path leads up from
+/// it.
 pub fn detached_tree(file: impl AsFd, writable: bool) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC

@@ -1,5 +1,6 @@
-//! A sandbox that is made to see whether one can be made here, with every step that an application's takes: its namespaces and
-//! root file system, what is bound into it with a tenant's rights, a program that runs, its end.
+//! A test sandbox, made to find out whether one can be made here. It has every step of an
+//! application's. They are its namespaces and root file system, binds with a tenant's rights, a
+//! program, and its end.
 //!
 //! Not here: cells, which a sandbox can be without (`cells`), and images (`image::facts`).
 
@@ -8,19 +9,19 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Bind, Entrance, Identity, Launcher, Program, SandboxError, Spec};
+use super::{CellEntrance, Launcher, SandboxBind, SandboxError, SandboxProgram, SandboxSpec, UnixIdentity};
 
 /// `nobody` and `nogroup`, who own nothing.
-const NOBODY: Identity = Identity { uid: 65_534, gid: 65_534 };
+const NOBODY: UnixIdentity = UnixIdentity { uid: 65_534, gid: 65_534 };
 
-/// How long a program may take that does nothing.
+/// Maximum time for a program that does nothing.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 const SHM_BYTES: u64 = 1 << 20;
 const OPEN_FILES: u64 = 64;
 
-/// Capabilities that nagaya's processes need (capabilities(7)), with their numbers in `linux/capability.h`. The unit in `packaging`
-/// leaves nagaya these and no others.
+/// Capabilities that nagaya's processes need (capabilities(7)), with their numbers in
+/// `linux/capability.h`. The unit in `packaging` leaves nagaya these and no others.
 pub const CAPABILITIES: [(&str, u32); 17] = [
     ("CAP_CHOWN", 0),
     ("CAP_DAC_OVERRIDE", 1),
@@ -44,7 +45,7 @@ pub const CAPABILITIES: [(&str, u32); 17] = [
 /// Makes a sandbox, runs a program in it and ends it. It blocks, as all of the launcher's calls do.
 pub fn try_sandbox(launcher: &Launcher) -> Result<(), SandboxError> {
     let sandbox = launcher.create_one(&spec())?;
-    let program = Program {
+    let program = SandboxProgram {
         argv: vec!["true".into()],
         env: vec![(OsString::from("PATH"), OsString::from("/usr/bin:/bin"))],
         directory: "/".into(),
@@ -64,7 +65,7 @@ pub fn try_sandbox(launcher: &Launcher) -> Result<(), SandboxError> {
     Err(SandboxError::Create { step: "run /usr/bin/true to its end".into(), error })
 }
 
-/// Why no application can run here, and what to do.
+/// Explains why no application can run here, and how to fix it.
 pub fn explain(error: &SandboxError) -> String {
     let missing = missing_capabilities(&fs::read_to_string("/proc/self/status").unwrap_or_default());
     let how = match missing.as_slice() {
@@ -77,7 +78,8 @@ pub fn explain(error: &SandboxError) -> String {
     format!("{error}: {how}")
 }
 
-/// Capabilities that this process can never have, of those that are needed. `status` is its `/proc/self/status`.
+/// Returns the needed capabilities that this process can never have. `status` is its
+/// `/proc/self/status`.
 pub fn missing_capabilities(status: &str) -> Vec<&'static str> {
     let bounding = status.lines().find_map(|line| line.strip_prefix("CapBnd:"));
     let Some(bounding) = bounding.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
@@ -86,25 +88,26 @@ pub fn missing_capabilities(status: &str) -> Vec<&'static str> {
     CAPABILITIES.iter().filter(|(_, bit)| bounding & (1 << bit) == 0).map(|(name, _)| *name).collect()
 }
 
-fn spec() -> Spec {
-    Spec {
+fn spec() -> SandboxSpec {
+    SandboxSpec {
         home: None,
         base_as_tenant: false,
         identity: NOBODY,
         hostname: "trial".into(),
         base: "/".into(),
-        binds: vec![Bind {
+        binds: vec![SandboxBind {
             source: "/usr".into(),
             target: "/srv/usr".into(),
             writable: false,
             as_tenant: true,
+            is_optional: false,
         }],
         hide: vec![PathBuf::from("/var/cache")],
         tmp: None,
         run: None,
         shm_bytes_max: SHM_BYTES,
         host_network: false,
-        entrance: Entrance::default(),
+        entrance: CellEntrance::default(),
     }
 }
 

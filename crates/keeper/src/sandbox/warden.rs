@@ -1,9 +1,10 @@
-//! The warden's process: it stops what is placed on this node at the moment the node has no authority any more.
+//! The warden's process: it freezes the instances placed on this node when the node's lease ends.
 //!
-//! A process of its own, so that a keeper that is busy, stopped or stuck does not hold it up: it waits for nothing but its
-//! clock and what it is told, allocates nothing when the time has come, and runs before everything without a real-time
-//! priority. It begins without authority. It has open what stops each tree of processes, and ends with the keeper, as all
-//! that it guards does. Not here: who is guarded and until when (`authority`).
+//! It is a separate process, so that a keeper that is busy, stopped or stuck does not delay it. It
+//! waits only for its clock and its messages, and allocates nothing when the time has come. It runs
+//! before everything without a real-time priority. It begins without a lease. It has the freezer
+//! file of each tree open. It ends with the keeper, as all guarded trees do. Not here: which trees
+//! are guarded and until when (`authority`).
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,26 +17,28 @@ use rustix::time::{
     timerfd_create, timerfd_settime,
 };
 
-use super::order::{Freezing, Ward, Warded};
-use super::{channel, kernel};
 use crate::sys::mapping;
+
+use super::order::{FreezerVersion, WardenCommand, WardenReport};
+use super::{channel, kernel};
 
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// The longest mapping that is brought into memory whole, bytes. The program is shorter. What the allocator reserves is not: 1 GiB, of
-/// which the warden touches some hundred kilobytes, all of it before its time can come.
+/// Maximum size of a mapping that is loaded into memory whole, bytes. The program is smaller. The
+/// allocator's reservation is larger: 1 GiB. The warden touches some hundred kilobytes of it, all
+/// before its time can come.
 const BROUGHT_IN_MAX: usize = 256 << 20;
 
 /// One tree of processes.
-struct Guarded {
+struct GuardedTree {
     number: u64,
-    version: Freezing,
+    version: FreezerVersion,
     own: OwnedFd,
-    /// The same for all that `own` stops: two runs of one site that overlap.
+    /// The same for all that `own` freezes: two runs of one site that overlap.
     inode: u64,
-    /// It never goes on.
+    /// It never continues.
     is_held: bool,
-    /// Nothing of it is left; it is forgotten when the others go on.
+    /// Nothing of it is left. It is forgotten when the others continue.
     is_gone: bool,
 }
 
@@ -44,8 +47,8 @@ struct Warden {
     clock: OwnedFd,
     until_ns: u64,
     is_fenced: bool,
-    guarded: Vec<Guarded>,
-    /// Stops all of v1 by one write.
+    guarded: Vec<GuardedTree>,
+    /// Freezes all of v1 by one write.
     all: Option<OwnedFd>,
 }
 
@@ -54,7 +57,7 @@ pub fn run(keeper: OwnedFd) -> u8 {
     match set_up(keeper).and_then(|mut warden| warden.serve()) {
         Ok(()) => 0,
         Err(error) => {
-            // The keeper sees it end, and ends with all that was guarded.
+            // The keeper sees it end, and ends with all guarded trees.
             eprintln!("the warden ends: {error}");
             1
         }
@@ -66,7 +69,7 @@ fn set_up(keeper: OwnedFd) -> io::Result<Warden> {
     rustix::thread::set_name(c"nagaya-warden")?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     kernel::close_all_but(&mut [0, 1, 2, keeper.as_raw_fd()])?;
-    // The last that is taken for want of memory: without it all that it guards ends, too.
+    // Killed last for lack of memory: without it all guarded trees end, too.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     if let Err(error) = kernel::run_first() {
         // A kernel with groups of real-time processes gives them no time in most groups.
@@ -80,14 +83,15 @@ fn set_up(keeper: OwnedFd) -> io::Result<Warden> {
     Ok(Warden { keeper, clock, until_ns: 0, is_fenced: true, guarded: Vec::new(), all: None })
 }
 
-/// So that it never waits for a disk.
+/// Locks its memory, so that it never waits for a disk.
 fn stay_in_memory() -> io::Result<()> {
     kernel::stay_in_memory()?;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
     maps.lines().filter_map(brought_in).try_for_each(kernel::bring_in)
 }
 
-/// Start and length of a line of `/proc/self/maps`, if it is to be in memory before anything of it is touched.
+/// Returns start and length of a line of `/proc/self/maps`, if it must be in memory before it is
+/// touched.
 fn brought_in(line: &str) -> Option<(usize, usize)> {
     let (area, rest) = mapping(line)?;
     // The kernel's own pages, `[vvar]` and the like, are always there.
@@ -95,7 +99,7 @@ fn brought_in(line: &str) -> Option<(usize, usize)> {
     (rest.starts_with('r') && !is_kernels && area.1 <= BROUGHT_IN_MAX).then_some(area)
 }
 
-/// CLOCK_BOOTTIME, which goes on while the machine is suspended.
+/// Reads CLOCK_BOOTTIME, which continues while the machine is suspended.
 fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Boottime);
     let part = |value: i64| u64::try_from(value).unwrap_or(0);
@@ -114,13 +118,13 @@ impl Warden {
             }
             let has_rung = !watched[0].revents().is_empty();
             let is_told = !watched[1].revents().is_empty();
-            // First, whatever is to be read.
+            // First, whatever there is to read.
             self.look()?;
             if has_rung && self.is_fenced {
                 self.silence();
             }
             if is_told {
-                match channel::receive::<Ward>(&self.keeper)? {
+                match channel::receive::<WardenCommand>(&self.keeper)? {
                     Some((ward, fds)) => self.obey(ward, fds)?,
                     None => return Ok(()),
                 }
@@ -128,7 +132,7 @@ impl Warden {
         }
     }
 
-    /// Stops all if their time has passed.
+    /// Freezes all if their time has passed.
     fn look(&mut self) -> io::Result<()> {
         let now = now_ns();
         if self.is_fenced || now < self.until_ns {
@@ -138,22 +142,24 @@ impl Warden {
         self.stop_all();
         let after_ns = now_ns().saturating_sub(self.until_ns);
         let count = u32::try_from(self.guarded.len()).unwrap_or(u32::MAX);
-        self.tell(Warded::Fenced { after_ns, count })
+        self.tell(WardenReport::Fenced { after_ns, count })
     }
 
-    /// A clock that rings while all is stopped wakes nobody but this process, which would never sleep again: without pause, before
-    /// everything else of the machine. It rings then because a time was told when it was over, or just after that was seen here.
+    /// Stops a clock that rings while all is frozen. It wakes only this process, which would
+    /// otherwise never sleep again. It would run without pause, before everything else of the
+    /// machine. The clock rings then because a time arrived when it was over, or just after that
+    /// was noticed here.
     fn silence(&self) {
         let mut buffer = [0; 8];
-        // Nothing to read is as good.
+        // Nothing to read is fine, too.
         let _ = rustix::io::read(&self.clock, &mut buffer);
     }
 
-    fn obey(&mut self, ward: Ward, fds: Vec<OwnedFd>) -> io::Result<()> {
+    fn obey(&mut self, ward: WardenCommand, fds: Vec<OwnedFd>) -> io::Result<()> {
         match ward {
-            Ward::Until(until_ns) => self.extend(until_ns),
-            Ward::Add { number, version } => self.add(number, version, fds),
-            Ward::Hold { number } => {
+            WardenCommand::Until(until_ns) => self.extend(until_ns),
+            WardenCommand::Add { number, version } => self.add(number, version, fds),
+            WardenCommand::Hold { number } => {
                 if let Some(one) = self.guarded.iter_mut().find(|one| one.number == number) {
                     one.is_held = true;
                     let failed = one.stop();
@@ -161,7 +167,7 @@ impl Warden {
                 }
                 Ok(())
             }
-            Ward::Remove { number } => {
+            WardenCommand::Remove { number } => {
                 self.remove(number);
                 Ok(())
             }
@@ -169,7 +175,7 @@ impl Warden {
     }
 
     fn extend(&mut self, until_ns: u64) -> io::Result<()> {
-        // It never becomes less, in whatever order it is told.
+        // It never decreases, in whatever order the times arrive.
         self.until_ns = self.until_ns.max(until_ns);
         let [seconds, nanos] = [self.until_ns / NS_PER_S, self.until_ns % NS_PER_S];
         let part = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
@@ -179,26 +185,26 @@ impl Warden {
         if self.is_fenced && now_ns() < self.until_ns {
             self.is_fenced = false;
             self.release_all();
-            self.tell(Warded::Freed)?;
+            self.tell(WardenReport::Freed)?;
         }
         Ok(())
     }
 
-    fn add(&mut self, number: u64, version: Freezing, fds: Vec<OwnedFd>) -> io::Result<()> {
+    fn add(&mut self, number: u64, version: FreezerVersion, fds: Vec<OwnedFd>) -> io::Result<()> {
         let mut fds = fds.into_iter();
         let Some(own) = fds.next() else { return Err(io::ErrorKind::InvalidData.into()) };
         if let Some(all) = fds.next() {
             if self.is_fenced {
-                let _ = rustix::io::write(&all, word(Freezing::V1, true));
+                let _ = rustix::io::write(&all, word(FreezerVersion::V1, true));
             }
             self.all = Some(all);
         }
         let inode = rustix::fs::fstat(&own)?.st_ino;
-        let one = Guarded { number, version, own, inode, is_held: false, is_gone: false };
-        let stopped = if self.is_fenced && version == Freezing::V2 { one.stop() } else { Ok(()) };
+        let one = GuardedTree { number, version, own, inode, is_held: false, is_gone: false };
+        let stopped = if self.is_fenced && version == FreezerVersion::V2 { one.stop() } else { Ok(()) };
         self.guarded.push(one);
         match stopped {
-            Ok(()) => self.tell(Warded::Added { number }),
+            Ok(()) => self.tell(WardenReport::Added { number }),
             Err(failed) => self.complain(Err(failed)),
         }
     }
@@ -206,7 +212,7 @@ impl Warden {
     fn remove(&mut self, number: u64) {
         let Some(at) = self.guarded.iter().position(|one| one.number == number) else { return };
         if self.is_fenced {
-            // Its directory may be another one's, too: whoever comes next to it.
+            // Its directory may belong to another one, too, which comes next to it.
             self.guarded[at].is_gone = true;
         } else {
             let one = self.guarded.swap_remove(at);
@@ -218,12 +224,12 @@ impl Warden {
 
     fn stop_all(&mut self) {
         if let Some(all) = &self.all {
-            let _ = rustix::io::write(all, word(Freezing::V1, true));
+            let _ = rustix::io::write(all, word(FreezerVersion::V1, true));
         }
         for at in 0..self.guarded.len() {
-            if self.guarded[at].version == Freezing::V2 {
+            if self.guarded[at].version == FreezerVersion::V2 {
                 let failed = self.guarded[at].stop();
-                // A keeper that is told nothing any more has gone.
+                // A keeper that cannot be notified any more has gone.
                 let _ = self.complain(failed);
             }
         }
@@ -231,32 +237,32 @@ impl Warden {
 
     fn release_all(&mut self) {
         for one in &self.guarded {
-            let is_free = one.is_gone || (one.version == Freezing::V2 && !one.is_held);
+            let is_free = one.is_gone || (one.version == FreezerVersion::V2 && !one.is_held);
             if is_free && !self.is_held_by_another(one) {
                 one.release();
             }
         }
         if let Some(all) = &self.all {
-            let _ = rustix::io::write(all, word(Freezing::V1, false));
+            let _ = rustix::io::write(all, word(FreezerVersion::V1, false));
         }
         self.guarded.retain(|one| !one.is_gone);
     }
 
-    fn is_held_by_another(&self, one: &Guarded) -> bool {
-        let same = |other: &&Guarded| other.inode == one.inode && other.number != one.number;
+    fn is_held_by_another(&self, one: &GuardedTree) -> bool {
+        let same = |other: &&GuardedTree| other.inode == one.inode && other.number != one.number;
         self.guarded.iter().filter(same).any(|other| other.is_held && !other.is_gone)
     }
 
     fn complain(&self, stopped: Result<(), (u64, Errno)>) -> io::Result<()> {
         match stopped {
             Ok(()) => Ok(()),
-            Err((number, errno)) => self.tell(Warded::Failed { number, errno: errno.raw_os_error() }),
+            Err((number, errno)) => self.tell(WardenReport::Failed { number, errno: errno.raw_os_error() }),
         }
     }
 
-    /// A keeper that reads nothing is stopped, or busy: it learns the last when it goes on, and the clock must not wait
-    /// for it.
-    fn tell(&self, told: Warded) -> io::Result<()> {
+    /// Sends a message. A keeper that reads nothing is stopped, or busy. It learns the last state
+    /// when it continues, and the clock must not wait for it.
+    fn tell(&self, told: WardenReport) -> io::Result<()> {
         let mut writable = [PollFd::new(&self.keeper, PollFlags::OUT)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         match poll(&mut writable, Some(&now)) {
@@ -268,8 +274,8 @@ impl Warden {
     }
 }
 
-impl Guarded {
-    /// The kernel stops each thread before it next runs a line of its program.
+impl GuardedTree {
+    /// Freezes the tree. The kernel stops each thread before it next runs a line of its program.
     fn stop(&self) -> Result<(), (u64, Errno)> {
         match rustix::io::write(&self.own, word(self.version, true)) {
             // Its directory went with the last of its processes.
@@ -279,17 +285,17 @@ impl Guarded {
     }
 
     fn release(&self) {
-        // What cannot go on is found out by whoever asks it something.
+        // A tree that cannot continue is noticed by its next request.
         let _ = rustix::io::write(&self.own, word(self.version, false));
     }
 }
 
-fn word(version: Freezing, is_stopped: bool) -> &'static [u8] {
+fn word(version: FreezerVersion, is_stopped: bool) -> &'static [u8] {
     match (version, is_stopped) {
-        (Freezing::V1, true) => b"FROZEN",
-        (Freezing::V1, false) => b"THAWED",
-        (Freezing::V2, true) => b"1",
-        (Freezing::V2, false) => b"0",
+        (FreezerVersion::V1, true) => b"FROZEN",
+        (FreezerVersion::V1, false) => b"THAWED",
+        (FreezerVersion::V2, true) => b"1",
+        (FreezerVersion::V2, false) => b"0",
     }
 }
 

@@ -7,8 +7,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::{Value, json};
 
 use crate::FoundFact;
@@ -140,7 +140,7 @@ fn runs_on_an_image() -> Result<(), String> {
         until_idle(&world, "one").await;
         assert!(tells("one").await.starts_with("hello|"), "what runs goes on as it is");
         until_idle(&world, "one").await;
-        world.act("one", Act::Rest { to: Some(Tier::Cold) });
+        world.act("one", InstanceCommand::Rest { to: Some(Tier::Cold) });
         assert!(tells("one").await.starts_with("changed|"));
         assert_eq!(unpacked(), 2);
     });
@@ -178,13 +178,13 @@ fn manifest_alone() -> Result<(), String> {
             Ok(read_socket(used?.socket).await)
         };
         assert!(tells("alices").await.unwrap().starts_with("private|"));
-        assert_eq!(refusal(tells("bobs").await), (Failure::Broken, 326));
+        assert_eq!(refusal(tells("bobs").await), (FailureKind::Broken, 326));
         // Files of the right names and lengths are no layers.
         for layer in &layers {
             let path = bobs.join(writer.blob_path(layer).strip_prefix(&alices).unwrap());
             fs::File::create(path).unwrap().set_len(layer["size"].as_u64().unwrap()).unwrap();
         }
-        assert_eq!(refusal(tells("forged").await), (Failure::Broken, 326));
+        assert_eq!(refusal(tells("forged").await), (FailureKind::Broken, 326));
         copy(&layers.iter().collect::<Vec<_>>());
         assert!(tells("whole").await.unwrap().starts_with("private|"));
     });
@@ -211,7 +211,7 @@ fn refused_layouts() -> Result<(), String> {
     world.run(async |keeper| {
         for site in ["closed", "altered"] {
             let asked = keeper.use_instance(&site_name(site), None).await;
-            assert_eq!(refusal(asked), (Failure::Broken, 326), "{site}");
+            assert_eq!(refusal(asked), (FailureKind::Broken, 326), "{site}");
         }
     });
     assert!(

@@ -5,10 +5,10 @@
 
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::cell::{Boost, CpuQuota};
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::client::{BoostGuard, InstanceUse, Keeper};
-use nagaya_keeper::protocol::{Failure, InstanceId};
+use nagaya_keeper_api::client::{BoostGuard, InstanceUse, KeeperClient};
+use nagaya_keeper_api::protocol::{FailureKind, InstanceId};
+use nagaya_records::cell::{Boost, CpuQuota};
+use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::{Value, json};
 
 use crate::rest::{SERVER, app, pids, until_at, until_idle};
@@ -59,7 +59,7 @@ fn holds(group: &Path) -> (Option<u64>, u64) {
 }
 
 /// Its instance, once it does not go first any more because it was woken.
-async fn awake(world: &World, keeper: &Keeper) -> InstanceUse {
+async fn awake(world: &World, keeper: &KeeperClient) -> InstanceUse {
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     keeper.answered(used.guard.id());
     until_so(|| world.cell("alice").is_some_and(|cell| cell["limits"]["cpu_shares"].is_null())).await;
@@ -67,7 +67,7 @@ async fn awake(world: &World, keeper: &Keeper) -> InstanceUse {
 }
 
 /// What is granted of this, and what keeps it.
-async fn boosted(keeper: &Keeper, id: InstanceId, asked: Boost) -> (BoostGuard, Boost) {
+async fn boosted(keeper: &KeeperClient, id: InstanceId, asked: Boost) -> (BoostGuard, Boost) {
     keeper.boost_instance(id, asked).await.unwrap()
 }
 
@@ -121,7 +121,7 @@ fn gone_edge() {
     world.run(async |keeper| {
         let _kept = awake(&world, &keeper).await;
         let group = group(&world);
-        let edge = Keeper::connect(&world.socket()).await.unwrap();
+        let edge = KeeperClient::connect(&world.socket()).await.unwrap();
         let used = awake(&world, &edge).await;
         let (_guard, _) = boosted(&edge, used.guard.id(), cpu(150)).await;
         assert_eq!(holds(&group), (Some(150), 512));
@@ -129,7 +129,7 @@ fn gone_edge() {
         until_so(|| holds(&group) == (Some(50), 512)).await;
 
         // One that gives the instance back, and the boost not.
-        let edge = Keeper::connect(&world.socket()).await.unwrap();
+        let edge = KeeperClient::connect(&world.socket()).await.unwrap();
         let used = awake(&world, &edge).await;
         let (_guard, _) = boosted(&edge, used.guard.id(), cpu(150)).await;
         assert_eq!(holds(&group), (Some(150), 512));
@@ -154,11 +154,11 @@ fn within_bounds() {
             |quota_us, period_us| Boost { cpu: Some(CpuQuota { quota_us, period_us }), cpu_shares: None };
         for asked in [odd(0, 10_000), odd(u64::MAX, 1_000), odd(1_000, 0), shares(0), shares(10_001)] {
             let refused = refusal(keeper.boost_instance(id, asked).await);
-            assert_eq!(refused, (Failure::Invalid, 318), "{asked:?}");
+            assert_eq!(refused, (FailureKind::Invalid, 318), "{asked:?}");
         }
         // An instance that this edge does not use.
-        let other = Keeper::connect(&world.socket()).await.unwrap();
-        assert_eq!(refusal(other.boost_instance(id, cpu(100)).await), (Failure::NotFound, 301));
+        let other = KeeperClient::connect(&world.socket()).await.unwrap();
+        assert_eq!(refusal(other.boost_instance(id, cpu(100)).await), (FailureKind::NotFound, 301));
         assert_eq!(holds(&group), (Some(50), 512));
     });
 
@@ -211,10 +211,10 @@ fn changed_record() {
         record(json!({ "cpu": "50%" }));
         assert_eq!(holds(&group), (Some(200), 1024));
         // Load raises beside it, and is told what it has done itself.
-        assert_eq!(world.act("app", Act::LimitCpu { thousandths: Some(2_500) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::LimitCpu { thousandths: Some(2_500) })["ok"], true);
         assert_eq!(holds(&group), (Some(250), 1024));
         drop(guard);
-        assert_eq!(world.act("app", Act::LimitCpu { thousandths: None })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::LimitCpu { thousandths: None })["ok"], true);
         until_so(|| holds(&group) == (Some(50), 1024)).await;
     });
 }
@@ -228,19 +228,22 @@ fn rested() {
         drop(used);
         until_idle(&world, "app").await;
         assert_eq!(holds(&group), (Some(50), 512), "nobody uses it");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["ok"], true);
         until_at(&world, "app", "frozen").await;
         drop(guard);
 
         let used = awake(&world, &keeper).await;
         let (_guard, _) = boosted(&keeper, used.guard.id(), cpu(150)).await;
         assert_eq!(holds(&group), (Some(150), 512));
-        world.act("app", Act::Stop);
+        world.act("app", InstanceCommand::Stop);
         until_so(|| pids(&world, "app").is_empty()).await;
         let again = awake(&world, &keeper).await;
         assert_ne!(again.guard.id(), used.guard.id());
         assert_eq!(holds(&self::group(&world)), (Some(50), 512), "what ran before wanted it, and nobody now");
-        assert_eq!(refusal(keeper.boost_instance(used.guard.id(), cpu(100)).await), (Failure::NotFound, 301));
+        assert_eq!(
+            refusal(keeper.boost_instance(used.guard.id(), cpu(100)).await),
+            (FailureKind::NotFound, 301)
+        );
     });
     assert!(world.drain(), "{}", world.log());
 }

@@ -4,9 +4,11 @@
 
 use std::fs;
 
-use nagaya_cmdb::cell::{CellChange, CellName, Confinement, Controller, Limits, NamedCell, Scope};
-use nagaya_keeper::client::{ClientError, Keeper};
-use nagaya_keeper::protocol::{Failure, ProcessId};
+use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_keeper_api::protocol::{FailureKind, ProcessId};
+use nagaya_records::cell::{
+    CellChange, CellName, CellScope, CgroupController, Confinement, LimitSet, NamedCell,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -21,7 +23,7 @@ use crate::world::{
 pub const CELLS: &[CellFact] = &[
     (&["fence"], "a request is born in a cell of its own, which is another's when it has ended", own_cells),
     (&["fence"], "a worker is moved where its request's site is, and stays where it may", worker_moves),
-    (&["fence"], "only a tenant's worker enters and leaves, by any connection of the edge", who_may_enter),
+    (&["fence"], "only a tenant's worker enters and leaves, by any connection of the edge", worker_enters),
     (&["fence"], "what a script of PHP leaves running is ended when its request has ended", left_running),
     (
         &["fence"],
@@ -51,9 +53,9 @@ fn none() -> Confinement {
 }
 
 /// Attaches with these controllers and limits.
-pub fn in_named(name: &str, controllers: &[Controller], limits: Option<Limits>) -> Confinement {
+pub fn in_named(name: &str, controllers: &[CgroupController], limits: Option<LimitSet>) -> Confinement {
     let name = CellName::parse(name).unwrap();
-    let named = NamedCell { name, scope: Scope::Node, controllers: controllers.to_vec(), limits };
+    let named = NamedCell { name, scope: CellScope::Node, controllers: controllers.to_vec(), limits };
     Confinement { named: vec![named], ..Confinement::default() }
 }
 
@@ -121,7 +123,7 @@ fn worker_moves() {
     });
 }
 
-fn who_may_enter() {
+fn worker_enters() {
     let mut world = with_php().with_cgi("echo $$; read wait");
     world.site("bobs", "bob", json!({"kind": "php", "root": "www"}));
     let world = world.start();
@@ -130,20 +132,21 @@ fn who_may_enter() {
         let id = php.guard.id();
         let (_, program) = run_and_pid(&keeper, "cgi", &none()).await;
         let enter = async |id, site| refusal(keeper.enter(id, &site_name(site), &none()).await);
-        assert_eq!(enter(id, "bobs").await, (Failure::Forbidden, 301));
-        assert_eq!(enter(id, "nowhere").await, (Failure::NotFound, 301));
-        assert_eq!(enter(id, "cgi").await, (Failure::Invalid, 302));
-        assert_eq!(enter(program.guard.id(), "a").await, (Failure::Invalid, 302));
-        assert_eq!(enter(ProcessId(999), "a").await, (Failure::NotFound, 301));
-        assert_eq!(refusal(keeper.leave(program.guard.id()).await), (Failure::Invalid, 302));
-        assert_eq!(refusal(keeper.leave(ProcessId(999)).await), (Failure::NotFound, 301));
-        assert_eq!(refusal(keeper.measure(ProcessId(999)).await), (Failure::NotFound, 301));
-        let beyond = Confinement { limits: Limits { cpu_shares: Some(1), ..Limits::default() }, ..none() };
-        assert_eq!(refusal(keeper.enter(id, &site_name("a"), &beyond).await), (Failure::Invalid, 318));
+        assert_eq!(enter(id, "bobs").await, (FailureKind::Forbidden, 301));
+        assert_eq!(enter(id, "nowhere").await, (FailureKind::NotFound, 301));
+        assert_eq!(enter(id, "cgi").await, (FailureKind::Invalid, 302));
+        assert_eq!(enter(program.guard.id(), "a").await, (FailureKind::Invalid, 302));
+        assert_eq!(enter(ProcessId(999), "a").await, (FailureKind::NotFound, 301));
+        assert_eq!(refusal(keeper.leave(program.guard.id()).await), (FailureKind::Invalid, 302));
+        assert_eq!(refusal(keeper.leave(ProcessId(999)).await), (FailureKind::NotFound, 301));
+        assert_eq!(refusal(keeper.measure(ProcessId(999)).await), (FailureKind::NotFound, 301));
+        let beyond =
+            Confinement { limits: LimitSet { cpu_shares: Some(1), ..LimitSet::default() }, ..none() };
+        assert_eq!(refusal(keeper.enter(id, &site_name("a"), &beyond).await), (FailureKind::Invalid, 318));
         let spawned = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new(), &beyond).await;
-        assert_eq!(refusal(spawned), (Failure::Invalid, 318));
+        assert_eq!(refusal(spawned), (FailureKind::Invalid, 318));
         // A worker is shared by the threads of an edge.
-        let other = Keeper::connect(&world.socket()).await.unwrap();
+        let other = KeeperClient::connect(&world.socket()).await.unwrap();
         other.enter(id, &site_name("a"), &none()).await.unwrap();
         other.measure(program.guard.id()).await.unwrap();
         other.leave(id).await.unwrap();
@@ -203,7 +206,7 @@ fn dead_worker() {
             kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
             // The keeper learns of the death while it moves the worker, or before, or after.
             match keeper.enter(php.guard.id(), &site_name("a"), &none()).await {
-                Ok(_) | Err(ClientError::Refused { .. }) => {}
+                Ok(_) | Err(KeeperCallError::Refused { .. }) => {}
                 Err(other) => panic!("{other:?}"),
             }
             php.guard.ended().await.unwrap();
@@ -239,7 +242,7 @@ fn keeper_dies() {
     world.run(async |keeper| {
         let mut php = Php::start_for(&keeper, "a").await;
         let pid: i32 = php.ask(&script, "").await.parse().unwrap();
-        let named = in_named("shared", &Controller::ALL, Some(Limits::default()));
+        let named = in_named("shared", &CgroupController::ALL, Some(LimitSet::default()));
         keeper.enter(php.guard.id(), &site_name("a"), &named).await.unwrap();
         let before = groups::of_keeper(world.keeper_pid());
         assert!(!before.is_empty());
@@ -250,7 +253,7 @@ fn keeper_dies() {
         for dir in before {
             assert!(!dir.exists(), "{}", dir.display());
         }
-        assert_eq!(php.guard.ended().await, Err(ClientError::Gone));
+        assert_eq!(php.guard.ended().await, Err(KeeperCallError::Gone));
         let php = Php::start_for(&keeper, "a").await;
         keeper.enter(php.guard.id(), &site_name("a"), &none()).await.unwrap();
     });
@@ -307,8 +310,8 @@ grep -q / /proc/self/cgroup && [ "$before" = "$(cat /proc/self/cgroup)" ] && ech
 fn named_by_controller() {
     let world = World::new().with_cgi("echo $$; read wait").start();
     world.run(async |keeper| {
-        let shares = Limits { cpu_shares: Some(77), ..Limits::default() };
-        let confinement = in_named("slow", &[Controller::Cpu], Some(shares));
+        let shares = LimitSet { cpu_shares: Some(77), ..LimitSet::default() };
+        let confinement = in_named("slow", &[CgroupController::Cpu], Some(shares));
         let (pid, running) = run_and_pid(&keeper, "cgi", &confinement).await;
         let named = groups::above(pid, "cpu", "named-slow").unwrap_or_else(|| panic!("{}", running.cell));
         assert_eq!(groups::cpu_shares(&named), 77);
@@ -321,10 +324,10 @@ fn named_by_controller() {
         assert_eq!((&shown["kind"], &shown["limits"]["cpu_shares"]), (&json!("named"), &json!(77)));
         // Joined as it is by a request that brings no limits, and not made where it is not there.
         let (other, _running) =
-            run_and_pid(&keeper, "cgi", &in_named("slow", &[Controller::Cpu], None)).await;
+            run_and_pid(&keeper, "cgi", &in_named("slow", &[CgroupController::Cpu], None)).await;
         assert!(groups::of(other, "cpu").starts_with(&named));
         let (third, _running) =
-            run_and_pid(&keeper, "cgi", &in_named("none", &[Controller::Cpu], None)).await;
+            run_and_pid(&keeper, "cgi", &in_named("none", &[CgroupController::Cpu], None)).await;
         assert!(groups::above(third, "cpu", "site-cgi").is_some());
         assert_eq!(world.cell("named/none"), None);
         let listed: Value = serde_json::from_str(&keeper.cells().await.unwrap()).unwrap();
@@ -335,10 +338,10 @@ fn named_by_controller() {
 fn dropped_while_used() {
     let world = World::new().with_cgi("echo $$; read wait; echo done").start();
     world.run(async |keeper| {
-        let confinement = in_named("brief", &[Controller::Cpu], Some(Limits::default()));
+        let confinement = in_named("brief", &[CgroupController::Cpu], Some(LimitSet::default()));
         let (pid, running) = run_and_pid(&keeper, "cgi", &confinement).await;
         let name = CellName::parse("brief").unwrap();
-        let drop_it = CellChange::Drop { name, controllers: vec![Controller::Cpu] };
+        let drop_it = CellChange::Drop { name, controllers: vec![CgroupController::Cpu] };
         keeper.change_cells(vec![drop_it.clone()]).await.unwrap();
         assert_eq!(world.cell("named/brief"), None, "nobody else joins it");
         let group = groups::of(pid, "cpu");
@@ -364,14 +367,14 @@ fn foreign_group() {
     let before = groups::peek(&foreign, "cpu", "cpu.shares", "cpu.weight");
     let world = World::new().with_cgi("echo $$; read wait").start();
     world.run(async |keeper| {
-        let shares = Limits { cpu_shares: Some(9), ..Limits::default() };
+        let shares = LimitSet { cpu_shares: Some(9), ..LimitSet::default() };
         let (pid, running) =
-            run_and_pid(&keeper, "cgi", &in_named(&name, &[Controller::Cpu], Some(shares))).await;
+            run_and_pid(&keeper, "cgi", &in_named(&name, &[CgroupController::Cpu], Some(shares))).await;
         assert!(!groups::of(pid, "cpu").starts_with(&foreign));
         running.guard.end().await.unwrap();
         let name = CellName::parse(&name).unwrap();
         keeper
-            .change_cells(vec![CellChange::Drop { name, controllers: vec![Controller::Cpu] }])
+            .change_cells(vec![CellChange::Drop { name, controllers: vec![CgroupController::Cpu] }])
             .await
             .unwrap();
     });
@@ -383,13 +386,13 @@ fn many_named() {
     const COUNT: usize = 10_000;
     let world = World::new().with_cgi("echo $$; read wait").start();
     let name = |n: usize| CellName::parse(&format!("cell-{n}")).unwrap();
-    let controllers = vec![Controller::Cpu];
+    let controllers = vec![CgroupController::Cpu];
     world.run(async |keeper| {
         for from in (0..COUNT).step_by(200) {
             let set = |n| CellChange::Set {
                 name: name(n),
                 controllers: controllers.clone(),
-                limits: Limits { cpu_shares: Some(100), ..Limits::default() },
+                limits: LimitSet { cpu_shares: Some(100), ..LimitSet::default() },
             };
             keeper.change_cells((from..from + 200).map(set).collect()).await.unwrap();
         }
@@ -399,7 +402,7 @@ fn many_named() {
         assert!(listed <= 2000 && listed + left_out >= COUNT, "{listed} {left_out}");
         assert!(keeper.cells().await.unwrap().len() < 128 * 1024);
         let (pid, running) =
-            run_and_pid(&keeper, "cgi", &in_named("cell-9999", &[Controller::Cpu], None)).await;
+            run_and_pid(&keeper, "cgi", &in_named("cell-9999", &[CgroupController::Cpu], None)).await;
         assert!(groups::above(pid, "cpu", "named-cell-9999").is_some());
         running.guard.end().await.unwrap();
         for from in (0..COUNT).step_by(200) {

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::protocol::FailureKind;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
@@ -163,11 +163,11 @@ fn servers() {
         for site in ["tcp", "s"] {
             assert_eq!(
                 refusal(keeper.connect_server(&site_name(site)).await),
-                (Failure::Invalid, 302),
+                (FailureKind::Invalid, 302),
                 "{site}"
             );
         }
-        assert_eq!(refusal(keeper.connect_server(&site_name("none")).await), (Failure::NotFound, 301));
+        assert_eq!(refusal(keeper.connect_server(&site_name("none")).await), (FailureKind::NotFound, 301));
     });
 }
 
@@ -198,7 +198,7 @@ fn linked_servers() {
         for site in ["link", "through", "spot"] {
             assert_eq!(
                 refusal(keeper.connect_server(&site_name(site)).await),
-                (Failure::Forbidden, 328),
+                (FailureKind::Forbidden, 328),
                 "{site}"
             );
         }
@@ -222,10 +222,10 @@ fn absent_servers() {
     world.run(async |keeper| {
         let first = keeper.connect_server(&site_name("full")).await.unwrap();
         for (site, failure) in [
-            ("gone", Failure::NotFound),
-            ("dead", Failure::Broken),
-            ("file", Failure::Broken),
-            ("full", Failure::Busy),
+            ("gone", FailureKind::NotFound),
+            ("dead", FailureKind::Broken),
+            ("file", FailureKind::Broken),
+            ("full", FailureKind::Busy),
         ] {
             assert_eq!(refusal(keeper.connect_server(&site_name(site)).await), (failure, 328), "{site}");
         }

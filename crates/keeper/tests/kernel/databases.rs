@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
 use crate::outbound::{is_refused, record, told};
@@ -24,7 +24,7 @@ use crate::{Fact, FoundFact, image};
 pub const ROOT: &[Fact] = &[
     (
         "a database is told that an application's tenant connects, and nothing of the keeper's rights",
-        who_connects,
+        program_connects_as_its_tenant,
     ),
     ("a database that begins anew is found again", begins_anew),
     ("a database that its tenant may not reach is not reached", not_for_the_tenant),
@@ -38,6 +38,15 @@ pub const FOUND: &[FoundFact] = &[
         "an image is taken with a connection to MariaDB open, and after the wake the application asks it again",
         imaged_with_a_connection,
     ),
+    (
+        "a changed row of MariaDB ends the image of an application that asks for it, and an unchanged one does not",
+        mariadb_ends_an_image,
+    ),
+    (
+        "a changed row of PostgreSQL ends the image of an application that asks for it",
+        postgresql_ends_an_image,
+    ),
+    ("a changed key of Redis ends the image of an application that asks for it", redis_ends_an_image),
 ];
 
 /// Whose the databases' processes are.
@@ -153,7 +162,7 @@ fn last_failure(world: &World) -> String {
     show(world, "app")["outbound"]["last_failure"].as_str().unwrap_or_default().to_owned()
 }
 
-fn who_connects() {
+fn program_connects_as_its_tenant() {
     let dir = place();
     let _server = asking(&dir.path().join("db.sock"), "db");
     let world = world(&dir.path().join("db.sock"), json!({}));
@@ -231,7 +240,7 @@ fn encoded(text: &str) -> String {
         .collect()
 }
 
-async fn run(keeper: &Keeper, command: &str) -> String {
+async fn run(keeper: &KeeperClient, command: &str) -> String {
     told(keeper, &format!("/run/{}", encoded(command))).await.trim().to_owned()
 }
 
@@ -322,36 +331,43 @@ fn mariadb_knows_its_peer() -> Result<(), String> {
     Ok(())
 }
 
-fn postgresql_knows_its_peer() -> Result<(), String> {
-    let dir = place();
+/// Where its programs are.
+fn postgresql_bin() -> Result<PathBuf, String> {
     let found = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten().map(|entry| entry.path());
     let bin = found.map(|version| version.join("bin")).find(|bin| bin.join("initdb").exists());
-    let bin = bin.ok_or("there is no PostgreSQL in /usr/lib/postgresql")?;
+    bin.ok_or_else(|| "there is no PostgreSQL in /usr/lib/postgresql".into())
+}
+
+/// A PostgreSQL whose users are server and alice, each known by its uid alone; a statement that server makes there, as a command.
+fn postgresql(dir: &Path) -> Result<(Server, PathBuf, impl Fn(&str) -> Command), String> {
+    let bin = postgresql_bin()?;
     let program = |name: &str| bin.join(name).display().to_string();
-    let home = dir.path().join("postgresql");
+    let home = dir.join("postgresql");
     fs::create_dir(&home).unwrap();
     std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
     let (data, at) = (home.join("data").display().to_string(), home.display().to_string());
-    done(as_server(
-        dir.path(),
-        &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"],
-    ));
+    done(as_server(dir, &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"]));
     let serve = [&*program("postgres"), "-D", &data, "-k", &at, "-c", "listen_addresses=", "-c", "fsync=off"];
-    let log = fs::File::create(dir.path().join("postgresql.log")).unwrap();
-    let _server = Server(as_server(dir.path(), &serve).stderr(log).spawn().unwrap());
-    let say = |statement: &str| {
-        as_server(
-            dir.path(),
-            &[&program("psql"), "-h", &at, "-U", "server", "-d", "postgres", "-c", statement],
-        )
+    let log = fs::File::create(dir.join("postgresql.log")).unwrap();
+    let server = Server(as_server(dir, &serve).stderr(log).spawn().unwrap());
+    let (psql, of) = (program("psql"), dir.to_owned());
+    let say = move |statement: &str| {
+        as_server(&of, &[&psql, "-h", &at, "-U", "server", "-d", "postgres", "-c", statement])
     };
     until("PostgreSQL answers", || say("SELECT 1").output().unwrap().status.success());
     done(say("CREATE ROLE alice LOGIN"));
-    let inside = json!([{"socket": home.join(".s.PGSQL.5432"), "inside": "/run/postgresql/.s.PGSQL.5432"}]);
+    Ok((server, home.join(".s.PGSQL.5432"), say))
+}
+
+fn postgresql_knows_its_peer() -> Result<(), String> {
+    let dir = place();
+    let (_server, socket, _) = postgresql(dir.path())?;
+    let inside = json!([{"socket": socket, "inside": "/run/postgresql/.s.PGSQL.5432"}]);
     let world = world(Path::new("/"), json!({"databases": inside}));
     world.run(async |keeper| {
         let ask = |user: &str| {
-            let psql = program("psql");
+            let psql = postgresql_bin().unwrap().join("psql");
+            let psql = psql.display();
             format!("{psql} -h /run/postgresql -U {user} -d postgres -Atc 'SELECT session_user'")
         };
         assert_eq!(run(&keeper, &ask("alice")).await, "alice");
@@ -380,12 +396,12 @@ fn imaged_with_a_connection() -> Result<(), String> {
         for _ in 0..2 {
             until_idle(&world, "app").await;
             let all = pids(&world, "app");
-            let row = world.act("app", Act::Rest { to: Some(Tier::Image) });
+            let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
             assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("image")), "{row}");
             all.into_iter().for_each(wait_dead);
             let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             let wake = used.wake.clone().unwrap();
-            assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Restore), "{wake:?}");
+            assert!(wake.stages.iter().any(|(stage, _)| *stage == WakeStage::Restore), "{wake:?}");
             assert_eq!(
                 get(&used, &hold).await,
                 "2 alice@localhost",
@@ -394,5 +410,143 @@ fn imaged_with_a_connection() -> Result<(), String> {
         }
         until_so(|| show(&world, "app")["outbound"]["open"] == 1).await;
     });
+    Ok(())
+}
+
+// === Rows that end an image ===
+
+/// Reads one setting when it is started, by the command in its environment, and says it to everybody.
+const READS_ONCE: &str = r#"
+import os, subprocess
+setting = subprocess.run(['sh', '-c', os.environ['READ']], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout.decode().strip()
+def act(words):
+    if words[0] == 'setting':
+        return setting
+"#;
+
+/// A site that reads its setting by this command, and whose database is asked this at each wake.
+fn world_that_asks(socket: &Path, read: &str, tag: Value) -> World {
+    let mut world = World::new();
+    world.script("program.py", &application(READS_ONCE));
+    let databases = json!([{"socket": socket, "inside": "/run/db/db.sock", "tag": tag}]);
+    world.site("app", "alice", record(json!({"databases": databases, "env": {"READ": read}}), json!({})));
+    world.start()
+}
+
+/// Sends it to its image, wakes it, and tells what it says then and whether it came from the image.
+async fn wake(world: &World, keeper: &KeeperClient) -> (String, bool) {
+    until_images(world).await;
+    until_idle(world, "app").await;
+    let all = pids(world, "app");
+    let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
+    assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("image")), "{row}");
+    all.into_iter().for_each(wait_dead);
+    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+    let wake = used.wake.clone().unwrap();
+    let is_of_image = wake.stages.iter().any(|(stage, _)| *stage == WakeStage::Restore);
+    (get(&used, "/setting").await, is_of_image)
+}
+
+/// `set` gives the setting another value, as a program that nagaya does not know.
+fn other_answers_end_an_image(world: &World, question: &str, set: impl Fn(&str)) {
+    world.run(async |keeper| {
+        assert_eq!(told(&keeper, "/setting").await, "first");
+        assert_eq!(wake(world, &keeper).await, ("first".into(), true), "{}", show(world, "app"));
+        let ends = show(world, "app")["image"]["ends_when"].as_str().unwrap_or_default().to_owned();
+        assert!(ends.contains(question), "{ends}");
+        set("second");
+        assert_eq!(wake(world, &keeper).await, ("second".into(), false), "{}", show(world, "app"));
+        let end = show(world, "app")["image_end"].to_string();
+        assert!(end.contains(question) && end.contains("is answered otherwise"), "{end}");
+        assert_eq!(wake(world, &keeper).await, ("second".into(), true), "the new image is of the new answer");
+    });
+}
+
+fn mariadb_ends_an_image() -> Result<(), String> {
+    if let Some(missing) = image::missing() {
+        return Err(missing.to_owned());
+    }
+    let dir = place();
+    let (server, socket) = mariadb(dir.path())?;
+    let say = |statement: &str| {
+        let at = format!("--socket={}", socket.display());
+        let mut command = Command::new("mariadb");
+        command.args(["--no-defaults", &at, "--user=root", "alice", "-e", statement]);
+        done(command);
+    };
+    say(
+        "CREATE TABLE settings (name VARCHAR(9) PRIMARY KEY, value VARCHAR(9)); INSERT INTO settings VALUES ('theme', 'first')",
+    );
+    let read = "mariadb --no-defaults --socket=/run/db/db.sock --user=alice --batch --skip-column-names alice -e 'SELECT value FROM settings'";
+    let question = "SELECT value FROM settings WHERE name = 'theme'";
+    let tag = json!({"kind": "mysql", "database": "alice", "ask": question});
+    let world = world_that_asks(&socket, read, tag);
+    other_answers_end_an_image(&world, question, |value| {
+        say(&format!("UPDATE settings SET value = '{value}'"))
+    });
+    // A question that cannot be answered is no reason to believe an image.
+    world.run(async |keeper| {
+        say("INSERT INTO settings VALUES ('other', 'x')");
+        assert!(wake(&world, &keeper).await.1, "rows that nobody asks for end nothing");
+        say("RENAME TABLE settings TO renamed");
+        assert!(!wake(&world, &keeper).await.1);
+        let end = show(&world, "app")["image_end"].to_string();
+        assert!(
+            end.contains("is not answered: the database says: Table 'alice.settings' doesn't exist"),
+            "{end}"
+        );
+        drop(server);
+        assert!(!wake(&world, &keeper).await.1);
+        let end = show(&world, "app")["image_end"].to_string();
+        assert!(end.contains("is not answered: it cannot be reached"), "{end}");
+    });
+    Ok(())
+}
+
+fn postgresql_ends_an_image() -> Result<(), String> {
+    if let Some(missing) = image::missing() {
+        return Err(missing.to_owned());
+    }
+    let dir = place();
+    let (_server, socket, statement) = postgresql(dir.path())?;
+    let say = |text: &str| done(statement(text));
+    say(
+        "CREATE TABLE settings (value text); INSERT INTO settings VALUES ('first'); GRANT SELECT ON settings TO alice",
+    );
+    let link = "mkdir -p /tmp/pg; ln -sf /run/db/db.sock /tmp/pg/.s.PGSQL.5432; ";
+    let psql = postgresql_bin()?.join("psql").display().to_string();
+    let read = format!("{link} {psql} -h /tmp/pg -U alice -d postgres -Atc 'SELECT value FROM settings'");
+    let tag = json!({"kind": "postgresql", "database": "postgres", "ask": "SELECT value FROM settings"});
+    let world = world_that_asks(&socket, &read, tag);
+    other_answers_end_an_image(&world, "SELECT value FROM settings", |value| {
+        say(&format!("UPDATE settings SET value = '{value}'"));
+    });
+    Ok(())
+}
+
+fn redis_ends_an_image() -> Result<(), String> {
+    if let Some(missing) = image::missing() {
+        return Err(missing.to_owned());
+    }
+    // The server's program is one of Debian's `redis-tools`, under another name; the package with its name is a service.
+    has(&["/usr/bin/redis-check-rdb", "/usr/bin/redis-cli"])?;
+    let dir = place();
+    let program = dir.path().join("redis-server");
+    symlink("/usr/bin/redis-check-rdb", &program).unwrap();
+    let program = program.display().to_string();
+    let socket = dir.path().join("tmp/redis.sock");
+    let at = socket.display().to_string();
+    let serve = [&*program, "--port", "0", "--unixsocket", &at, "--unixsocketperm", "777", "--save", ""];
+    let _server = Server(as_server(dir.path(), &serve).stdout(Stdio::null()).spawn().unwrap());
+    until_connected(&socket);
+    let say = |value: &str| {
+        let mut command = Command::new("redis-cli");
+        command.args(["-s", &at, "-n", "3", "SET", "settings:theme", value]);
+        done(command);
+    };
+    say("first");
+    let tag = json!({"kind": "redis", "database": "3", "ask": "GET settings:theme"});
+    let world = world_that_asks(&socket, "redis-cli -s /run/db/db.sock -n 3 GET settings:theme", tag);
+    other_answers_end_an_image(&world, "GET settings:theme", say);
     Ok(())
 }

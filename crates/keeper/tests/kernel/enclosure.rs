@@ -6,10 +6,10 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 
-use nagaya_cmdb::cell::Confinement;
-use nagaya_cmdb::feed::Question;
 use nagaya_keeper::ProgramNetwork;
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::cell::Confinement;
+use nagaya_records::feed::FeedQuery;
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -33,7 +33,7 @@ pub const ROOT: &[Fact] = &[
 ];
 
 /// All that a CGI program of this site says.
-pub async fn said_by(keeper: &Keeper, site: &str) -> String {
+pub async fn said_by(keeper: &KeeperClient, site: &str) -> String {
     let process = run_in(keeper, site, &Confinement::default()).await;
     read_all(process.stdout).await
 }
@@ -129,7 +129,7 @@ fn reaches_outside() {
          echo nameserver 198.51.100.2 > {d}/resolv.conf; mount --bind {d}/resolv.conf /etc/resolv.conf
          nsenter --net={d}/net python3 {d}/service.py {d}/outside.log 203.0.113.77/7000 198.51.100.2/53 169.254.169.254/80 \
             203.0.113.77/2379 203.0.113.88/3306 203.0.113.88/7443 168.63.129.16/80 &
-         python3 {d}/service.py {d}/node.log 198.51.100.1/7009 198.51.100.1/7080 127.0.0.1/7009 &
+         python3 {d}/service.py {d}/node.log 198.51.100.1/7009 0.0.0.0/7080 127.0.0.1/7009 &
          true"
     );
     let lines = [
@@ -147,7 +147,7 @@ fn reaches_outside() {
     ];
     let mut world = world
         .after(&prelude)
-        .with(|options| options.programs.own_ports = vec![7080])
+        .with(|options| options.programs.own_addresses = vec!["0.0.0.0:7080".parse().unwrap()])
         .with(|options| options.etcd = vec!["203.0.113.77:2379".into()])
         .with_cgi(&lines.join("\n"));
     world.node("other", "203.0.113.88:7443");
@@ -234,7 +234,7 @@ fn one_for_each_tenant() {
     world.site("bob", "bob", cgi());
     let world = world.start();
     let numbers = || {
-        let status: Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
+        let status: Value = serde_json::from_str(&world.ask(FeedQuery::Status)).unwrap();
         (
             status["enclosures"]["now"].clone(),
             status["enclosures"]["made"].clone(),

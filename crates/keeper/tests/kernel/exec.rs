@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use nagaya_cmdb::feed::{Down, encode};
-use nagaya_cmdb::instance::{Act, EXEC_GO, Exec, ExecSaid, Tier};
+use nagaya_records::feed::{FromSupervisor, encode};
+use nagaya_records::instance::{EXEC_GO, ExecCommand, ExecSaid, InstanceCommand, Tier};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
@@ -32,6 +32,8 @@ pub const ROOT: &[Fact] = &[
     ("no more than so many commands run at once in an instance", is_bounded_in_number),
     ("a command has a terminal of its sandbox', and not of the node's", has_a_terminal),
     ("a command that cannot be started says why", says_why_not),
+    ("a command goes into an application that does not answer yet", enters_what_is_starting),
+    ("a command for an application that fails is told that nothing runs", is_told_of_failure),
 ];
 
 /// No line takes so long unless something hangs.
@@ -51,14 +53,14 @@ struct Command {
     connection: UnixStream,
 }
 
-fn exec(site: &str, command: &[&str]) -> Exec {
+fn exec(site: &str, command: &[&str]) -> ExecCommand {
     let command = command.iter().map(ToString::to_string).collect();
-    Exec { site: site.into(), command, wake: true, terminal: None, seconds_max: None }
+    ExecCommand { site: site.into(), command, wake: true, terminal: None, seconds_max: None }
 }
 
-fn begin(world: &World, exec: &Exec) -> Command {
+fn begin(world: &World, exec: &ExecCommand) -> Command {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    world.pass(&encode(&Down::Exec(exec.clone())).unwrap(), &theirs.into());
+    world.pass(&encode(&FromSupervisor::Exec(exec.clone())).unwrap(), &theirs.into());
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
     (&ours).write_all(&[EXEC_GO]).unwrap();
     Command { connection: ours }
@@ -104,7 +106,7 @@ impl Command {
 
 /// What it writes, and how it ends.
 #[track_caller]
-fn output(world: &World, exec: &Exec) -> (String, ExecSaid) {
+fn output(world: &World, exec: &ExecCommand) -> (String, ExecSaid) {
     let command = begin(world, exec);
     let [input, mut output, mut errors] = command.streams();
     drop(input);
@@ -212,14 +214,14 @@ fn ends_with_its_client() {
 fn wakes_if_wanted() {
     let world = world();
     world.run(async |keeper| {
-        let (error, code) = begin(&world, &Exec { wake: false, ..exec("app", &["true"]) }).failure();
+        let (error, code) = begin(&world, &ExecCommand { wake: false, ..exec("app", &["true"]) }).failure();
         assert!(error.contains("rests (cold)") && error.contains("--wake"), "{error}");
         assert_eq!(code, "NGY0323");
         assert!(pids(&world, "app").is_empty());
         assert_eq!(shell(&world, "app", "echo here"), "here\n");
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["ok"], true);
-        let refused = begin(&world, &Exec { wake: false, ..exec("app", &["true"]) }).failure();
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["ok"], true);
+        let refused = begin(&world, &ExecCommand { wake: false, ..exec("app", &["true"]) }).failure();
         assert!(refused.0.contains("rests (frozen)"), "{refused:?}");
         assert_eq!(shell(&world, "app", "echo back"), "back\n");
         until_idle(&world, "app").await;
@@ -230,16 +232,16 @@ fn wakes_if_wanted() {
 fn is_bounded_in_time() {
     let world = world();
     world.run(async |_| {
-        let command = begin(&world, &Exec { seconds_max: Some(1), ..exec("app", &["sleep", "1000"]) });
+        let command = begin(&world, &ExecCommand { seconds_max: Some(1), ..exec("app", &["sleep", "1000"]) });
         let _streams = command.streams();
         assert_eq!(show(&world, "app")["uses"], 1);
-        assert_eq!(world.act("app", Act::Rest { to: None })["ok"], Value::Null, "it is in use");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: None })["ok"], Value::Null, "it is in use");
         let (error, code) = command.failure();
         assert!(error.contains("it ran for 1 s"), "{error}");
         assert_eq!(code, "NGY0323");
         until_idle(&world, "app").await;
         until_so(|| pids(&world, "app").len() == 2).await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Cold) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Cold) })["ok"], true);
     });
 }
 
@@ -266,7 +268,7 @@ fn has_a_terminal() {
     let world = world();
     let script = "read line; tty; stty size; echo $TERM; echo \"$line\" > /dev/tty";
     let command =
-        begin(&world, &Exec { terminal: Some("vt100".into()), ..exec("app", &["sh", "-c", script]) });
+        begin(&world, &ExecCommand { terminal: Some("vt100".into()), ..exec("app", &["sh", "-c", script]) });
     let (said, mut ends) = command.hear();
     assert_eq!(said, ExecSaid::Runs);
     let mut terminal = File::from(ends.pop().unwrap());
@@ -307,4 +309,45 @@ impl World {
             assert_eq!(sent, frame.len());
         });
     }
+}
+
+fn enters_what_is_starting() {
+    let mut world = World::new().with(|options| options.instances.image_bytes_max = 0);
+    world.script("server.py", SERVER);
+    world.site("app", "alice", app("never", json!({})));
+    let world = world.start();
+    let begun = begin(&world, &exec("app", &["sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '; echo; cat"]));
+    let [input, mut output, _errors] = begun.streams();
+    let mut seen = Vec::new();
+    let mut byte = [0];
+    while !seen.ends_with(b"\n") && output.read(&mut byte).unwrap() == 1 {
+        seen.push(byte[0]);
+    }
+    let seen = String::from_utf8_lossy(&seen).into_owned();
+    assert!(seen.contains("server.py never"), "the application that does not listen: {seen}");
+    assert_eq!(show(&world, "app")["state"], "starting");
+    // Another one need not wake what is coming already.
+    let (text, end) = output_without_wake(&world);
+    assert_eq!((text.as_str(), end), ("too\n", ExecSaid::Exited { status: Some(0), signal: None }));
+    drop(input);
+    assert_eq!(begun.hear().0, ExecSaid::Exited { status: Some(0), signal: None });
+}
+
+fn output_without_wake(world: &World) -> (String, ExecSaid) {
+    output(world, &ExecCommand { wake: false, ..exec("app", &["echo", "too"]) })
+}
+
+fn is_told_of_failure() {
+    let mut world = World::new().with(|options| options.instances.image_bytes_max = 0);
+    world.script("server.py", "raise SystemExit('no settings')\n");
+    world.site("app", "alice", app("", json!({})));
+    let world = world.start();
+    let (error, _) = begin(&world, &exec("app", &["true"])).failure();
+    assert!(
+        error.contains("ended before it could answer") && error.contains("nothing of it runs now"),
+        "{error}"
+    );
+    let (error, code) = begin(&world, &ExecCommand { wake: false, ..exec("app", &["true"]) }).failure();
+    assert!(error.contains("nothing of the application of 'app' runs: it failed 1 times"), "{error}");
+    assert_eq!(code, "NGY0323");
 }

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
 
-use nagaya_cmdb::feed::Question;
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::client::Keeper;
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::feed::FeedQuery;
+use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::{Value, json};
 
 use crate::rest::{NEVER, SERVER, app, get, pids, run_of, show, until_idle};
@@ -62,12 +62,12 @@ fn little(count: usize, at_once: u32) -> (World, Vec<String>) {
     (world.start(), names)
 }
 
-async fn ask(keeper: Rc<Keeper>, name: String) -> String {
+async fn ask(keeper: Rc<KeeperClient>, name: String) -> String {
     let used = keeper.use_instance(&site_name(&name), None).await.unwrap();
     get(&used, "/").await
 }
 
-fn ask_all(keeper: &Rc<Keeper>, names: &[String]) -> Vec<tokio::task::JoinHandle<String>> {
+fn ask_all(keeper: &Rc<KeeperClient>, names: &[String]) -> Vec<tokio::task::JoinHandle<String>> {
     names.iter().map(|name| tokio::task::spawn_local(ask(Rc::clone(keeper), name.clone()))).collect()
 }
 
@@ -77,7 +77,7 @@ fn many_at_once() {
         let asking = ask_all(&keeper, &names);
         let mut most = 0;
         until_so(|| {
-            let list: Value = serde_json::from_str(&world.ask(Question::Instances)).unwrap();
+            let list: Value = serde_json::from_str(&world.ask(FeedQuery::Instances)).unwrap();
             let rows = list["instances"].as_array().unwrap();
             most = most.max(rows.iter().filter(|row| row["state"] == "starting").count());
             asking.iter().all(tokio::task::JoinHandle::is_finished)
@@ -149,7 +149,7 @@ fn on_small_disk(size: &str, holds_mib: usize) -> (World, Mounted) {
 async fn end(world: &World) {
     until_idle(world, "app").await;
     let all = pids(world, "app");
-    assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+    assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
     all.into_iter().for_each(wait_dead);
 }
 
@@ -236,7 +236,7 @@ fn out_of_memory_at_start() {
     world.site_with("app", "alice", app("", json!({})), json!({"limits": {"memory": "64M"}}));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Broken, 324));
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (FailureKind::Broken, 324));
         let note = show(&world, "app")["note"].as_str().unwrap().to_owned();
         assert!(note.contains("out of memory"), "{note}");
     });

@@ -5,7 +5,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::protocol::FailureKind;
 use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
@@ -33,9 +33,9 @@ fn root_in_closed_home() {
         assert_eq!(rustix::io::read(file, &mut text).unwrap(), 5);
         assert!(rustix::fs::fcntl_getfl(&root).unwrap().contains(OFlags::PATH));
         keeper.open_root(&site_name("home")).await.unwrap();
-        assert_eq!(refusal(keeper.open_root(&site_name("app")).await), (Failure::Invalid, 302));
-        assert_eq!(refusal(keeper.open_root(&site_name("gone")).await), (Failure::NotFound, 303));
-        assert_eq!(refusal(keeper.open_root(&site_name("none")).await), (Failure::NotFound, 301));
+        assert_eq!(refusal(keeper.open_root(&site_name("app")).await), (FailureKind::Invalid, 302));
+        assert_eq!(refusal(keeper.open_root(&site_name("gone")).await), (FailureKind::NotFound, 303));
+        assert_eq!(refusal(keeper.open_root(&site_name("none")).await), (FailureKind::NotFound, 301));
     });
 }
 
@@ -55,14 +55,14 @@ fn others_root() {
         for name in ["a", "b", "c", "d"] {
             assert_eq!(
                 refusal(keeper.open_root(&site_name(name)).await),
-                (Failure::Forbidden, 303),
+                (FailureKind::Forbidden, 303),
                 "{name}"
             );
         }
         // The threads that looked with alice's rights look with bob's now.
         for _ in 0..32 {
             keeper.open_root(&site_name("e")).await.unwrap();
-            assert_eq!(refusal(keeper.open_root(&site_name("c")).await), (Failure::Forbidden, 303));
+            assert_eq!(refusal(keeper.open_root(&site_name("c")).await), (FailureKind::Forbidden, 303));
         }
     });
     assert_ne!(ALICE, BOB);
@@ -86,10 +86,10 @@ fn certificates() {
         }
         assert!(keeper.open_certificate("default").await.unwrap().is_none());
         for name in ["escape", "directory"] {
-            assert_eq!(refusal(keeper.open_certificate(name).await), (Failure::Forbidden, 312), "{name}");
+            assert_eq!(refusal(keeper.open_certificate(name).await), (FailureKind::Forbidden, 312), "{name}");
         }
         for name in ["", "..", "../outside", "a/b", "EXAMPLE.org", "*.example.org", "x\0y"] {
-            assert_eq!(refusal(keeper.open_certificate(name).await), (Failure::Invalid, 312), "{name}");
+            assert_eq!(refusal(keeper.open_certificate(name).await), (FailureKind::Invalid, 312), "{name}");
         }
     });
 }

@@ -6,9 +6,9 @@
 use std::fs;
 use std::path::Path;
 
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_cmdb::record::ImageMemory;
-use nagaya_keeper::image::{Digest, Found, ImageError};
+use nagaya_keeper::image::{Digest, ImageError, ImageLookup};
+use nagaya_records::instance::{InstanceCommand, Tier};
+use nagaya_records::record::ImageMemory;
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -247,7 +247,7 @@ fn refused_by_key() {
     for (thread, change) in CHANGES.iter().map(|(_, change)| ("10", *change)) {
         let header = image_file(&stage, "header");
         forge_thread(&header, thread, Some(&[0; 32]), change);
-        assert!(matches!(stage.images.find(&stage.subject()), Found::Nothing));
+        assert!(matches!(stage.images.find(&stage.subject()), ImageLookup::Nothing));
         let why = put_aside(&stage);
         let is_told = |why: &String| why.contains("its authenticator is wrong");
         assert!(!why.is_empty() && why.iter().all(is_told), "{why:?}");
@@ -328,7 +328,7 @@ fn served_cold() {
         let first = run_of(&keeper, "app").await;
         until_idle(&world, "app").await;
         let before = pids(&world, "app");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
         before.into_iter().for_each(wait_dead);
         let images = world.dir.path().join("state/images/images");
         let header = fs::read_dir(images).unwrap().next().unwrap().unwrap().path().join("header");

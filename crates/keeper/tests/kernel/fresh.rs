@@ -6,8 +6,8 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::time::{Duration, SystemTime};
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -95,7 +95,7 @@ fn path(world: &World, name: &str) -> std::path::PathBuf {
 }
 
 /// What it says, where it was woken from, and by which stages.
-async fn wake(keeper: &Keeper, at: &str) -> (String, Tier, Vec<Stage>) {
+async fn wake(keeper: &KeeperClient, at: &str) -> (String, Tier, Vec<WakeStage>) {
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     let said = get(&used, at).await;
     let wake = used.wake.clone().expect("it was woken");
@@ -105,22 +105,22 @@ async fn wake(keeper: &Keeper, at: &str) -> (String, Tier, Vec<Stage>) {
 async fn rest(world: &World) {
     until_idle(world, "app").await;
     let all = pids(world, "app");
-    let row = world.act("app", Act::Rest { to: Some(Tier::Image) });
+    let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
     assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("image")), "{row}");
     all.into_iter().for_each(wait_dead);
 }
 
 /// It came back from its image.
-async fn assert_restored(keeper: &Keeper, at: &str) -> String {
+async fn assert_restored(keeper: &KeeperClient, at: &str) -> String {
     let (said, from, stages) = wake(keeper, at).await;
-    assert!(from == Tier::Image && !stages.contains(&Stage::Boot), "{said}: {stages:?}");
+    assert!(from == Tier::Image && !stages.contains(&WakeStage::Boot), "{said}: {stages:?}");
     said
 }
 
 /// It was started, because its image was of the past, and has another image now.
-async fn assert_started(keeper: &Keeper) -> String {
+async fn assert_started(keeper: &KeeperClient) -> String {
     let (said, _, stages) = wake(keeper, "/").await;
-    assert!(stages.contains(&Stage::Boot) && stages.contains(&Stage::Image), "{said}: {stages:?}");
+    assert!(stages.contains(&WakeStage::Boot) && stages.contains(&WakeStage::Image), "{said}: {stages:?}");
     said
 }
 
@@ -150,7 +150,10 @@ fn changed_program() {
     world.run(async |keeper| {
         until_images(&world).await;
         let (said, _, stages) = wake(&keeper, "/").await;
-        assert!(said.starts_with("second page") && stages.contains(&Stage::Restore), "{said}: {stages:?}");
+        assert!(
+            said.starts_with("second page") && stages.contains(&WakeStage::Restore),
+            "{said}: {stages:?}"
+        );
         rest(&world).await;
         write(&world, "settings.py", "TITLE = 'the third'\n");
         assert!(assert_started(&keeper).await.starts_with("the third"));
@@ -287,7 +290,7 @@ fn restart_file() {
         assert_restored(&keeper, "/").await;
         // While it is frozen.
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         write(&world, "settings.py", "TITLE = 'second'\n");
         write(&world, "tmp/restart.txt", "again");
         assert!(assert_started(&keeper).await.starts_with("second"));
@@ -313,14 +316,14 @@ fn restarted() {
         assert_started(&keeper).await;
         until_idle(&world, "app").await;
         let before = pids(&world, "app");
-        let row = world.act("app", Act::Restart);
+        let row = world.act("app", InstanceCommand::Restart);
         assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("running")), "{row}");
         before.into_iter().for_each(wait_dead);
         rest(&world).await;
         assert_restored(&keeper, "/").await;
         // One that rests stays at rest, and its next start is a start.
         rest(&world).await;
-        let row = world.act("app", Act::Restart);
+        let row = world.act("app", InstanceCommand::Restart);
         assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("cold")), "{row}");
         assert_eq!(fs::read_dir(world.dir.path().join("state/images/images")).unwrap().count(), 0);
         assert_started(&keeper).await;
@@ -345,7 +348,7 @@ fn many_files() {
         assert!(row["image"]["files"].as_u64().unwrap() > MANY as u64, "{row}");
         assert_eq!(row["image"]["not_watched"], Value::Null, "{row}");
         let (_, _, stages) = wake(&keeper, "/").await;
-        assert!(stages.contains(&Stage::Restore), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Restore), "{stages:?}");
         let wake = show(&world, "app")["last_wake"].clone();
         eprintln!("a wake that looks at {MANY} files: {wake}");
         rest(&world).await;
@@ -386,7 +389,7 @@ fn memory_world(more: Value) -> World {
     start(world, more)
 }
 
-async fn visit(keeper: &Keeper, at: &str) -> String {
+async fn visit(keeper: &KeeperClient, at: &str) -> String {
     get(&keeper.use_instance(&site_name("app"), None).await.unwrap(), at).await
 }
 
@@ -395,7 +398,7 @@ fn at_rest() {
     world.run(async |keeper| {
         until_images(&world).await;
         let (said, _, stages) = wake(&keeper, "/add").await;
-        assert!(said.starts_with("one 1 ") && !stages.contains(&Stage::Image), "{said}: {stages:?}");
+        assert!(said.starts_with("one 1 ") && !stages.contains(&WakeStage::Image), "{said}: {stages:?}");
         for visits in 2..5 {
             rest(&world).await;
             let row = show(&world, "app");
@@ -406,14 +409,14 @@ fn at_rest() {
         }
         // From where it is frozen, too.
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         rest(&world).await;
         assert!(assert_restored(&keeper, "/").await.starts_with("one 4 "));
         // What it read before its first image still counts.
         rest(&world).await;
         write(&world, "memory_settings.py", "TITLE = 'second'\n");
         let (said, _, stages) = wake(&keeper, "/").await;
-        assert!(said.starts_with("second 0 ") && stages.contains(&Stage::Boot), "{said}: {stages:?}");
+        assert!(said.starts_with("second 0 ") && stages.contains(&WakeStage::Boot), "{said}: {stages:?}");
     });
 }
 
@@ -463,7 +466,7 @@ fn not_accepted_yet() {
         drop(used);
         until_idle(&world, "app").await;
         let all = pids(&world, "app");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Cold) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Cold) })["ok"], true);
         all.into_iter().for_each(wait_dead);
         assert_started(&keeper).await;
         rest(&world).await;
@@ -488,7 +491,7 @@ fn removed_at_end() {
             assert_eq!(visit(&keeper, "/").await, "one 0 0 0", "it is served, whatever becomes of its image");
             until_idle(&world, "app").await;
             let all = pids(&world, "app");
-            world.act("app", Act::Rest { to: Some(Tier::Image) });
+            world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
             all.into_iter().for_each(wait_dead);
         }
         assert_eq!(visit(&keeper, "/").await, "one 0 0 0");

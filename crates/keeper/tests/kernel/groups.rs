@@ -8,8 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use nagaya_cmdb::feed::Question;
-use nagaya_keeper::{BackEnd, version};
+use nagaya_keeper::{CellMechanism, version};
+use nagaya_records::feed::FeedQuery;
 use serde_json::Value;
 
 use crate::world::{BACK_END, World};
@@ -21,10 +21,10 @@ type Available = BTreeMap<String, Result<String, String>>;
 pub fn available() -> &'static Available {
     static OF_ALL: OnceLock<Available> = OnceLock::new();
     static OF_V1: OnceLock<Available> = OnceLock::new();
-    let of = if BACK_END.get() == BackEnd::CgroupV1 { &OF_V1 } else { &OF_ALL };
+    let of = if BACK_END.get() == CellMechanism::CgroupV1 { &OF_V1 } else { &OF_ALL };
     of.get_or_init(|| {
         let world = World::new().start();
-        let shown: Value = serde_json::from_str(&world.ask(Question::Cells)).unwrap();
+        let shown: Value = serde_json::from_str(&world.ask(FeedQuery::Cells)).unwrap();
         let why = |name: &str| {
             let missing = shown["missing"].as_array().unwrap();
             let found = missing.iter().find(|entry| entry["controller"] == name);

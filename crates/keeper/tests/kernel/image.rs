@@ -12,11 +12,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use nagaya_cmdb::record::ImageMemory;
 use nagaya_keeper::image::{
-    Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
+    Digest, HandedFds, Image, ImageError, ImageLimits, ImageLookup, ImageSubject, NodeImages, base_digest,
+    find_criu,
 };
-use nagaya_keeper::sandbox::{Address, Bind, ROOT_PID, Sandbox, Task};
+use nagaya_keeper::sandbox::{ROOT_PID, Sandbox, SandboxAddress, SandboxBind, SandboxTask};
+use nagaya_records::record::ImageMemory;
 use ring::hmac;
 use serde_json::{Value, json};
 
@@ -70,12 +71,12 @@ const COUNTER: &str = "import os, socket\n\
     \x20   except OSError: seen.append('gone')\n\
     \x20   client.close()\n";
 
-const LIMITS: Limits =
-    Limits { bytes_max: 1 << 30, images_max: 100, age_max: std::time::Duration::from_secs(3600) };
+const LIMITS: ImageLimits =
+    ImageLimits { bytes_max: 1 << 30, images_max: 100, age_max: std::time::Duration::from_secs(3600) };
 
 pub struct Stage {
     pub scene: Scene,
-    pub images: Images,
+    pub images: NodeImages,
 }
 
 /// One life of the application.
@@ -91,12 +92,12 @@ impl Stage {
     pub fn new() -> Self {
         let scene = Scene::new().with_file("counter.py", COUNTER);
         let dir = scene.dir.path().join("images");
-        let images = Images::open(&dir, configured().as_deref(), launcher(), LIMITS).unwrap();
+        let images = NodeImages::open(&dir, configured().as_deref(), launcher(), LIMITS).unwrap();
         Self { scene, images }
     }
 
-    pub fn subject(&self) -> Subject {
-        Subject {
+    pub fn subject(&self) -> ImageSubject {
+        ImageSubject {
             site: "counter".into(),
             release: "1".into(),
             definition: Digest::of(&[b"counter"]),
@@ -119,16 +120,16 @@ impl Stage {
 }
 
 impl Life {
-    pub fn start(&self, command: &[&str]) -> Task {
+    pub fn start(&self, command: &[&str]) -> SandboxTask {
         scene::root_task(&self.sandbox, command, Some(&self.listener), &self.log_writer)
     }
 
-    pub fn handed(&self) -> Handed<'_> {
-        Handed { listener: Some(self.listener.as_fd()), log: Some(self.log_writer.as_fd()) }
+    pub fn handed(&self) -> HandedFds<'_> {
+        HandedFds { listener: Some(self.listener.as_fd()), log: Some(self.log_writer.as_fd()) }
     }
 
     pub fn connect(&self) -> OwnedFd {
-        self.sandbox.connect(&Address::Listener(self.path.clone())).unwrap()
+        self.sandbox.connect(&SandboxAddress::Listener(self.path.clone())).unwrap()
     }
 
     pub fn ask(&self, word: &str) -> String {
@@ -169,15 +170,15 @@ fn imaged_with(stage: &Stage, memory: ImageMemory) -> (Life, Image) {
 #[track_caller]
 pub fn found(stage: &Stage) -> Image {
     match stage.images.find(&stage.subject()) {
-        Found::Image(image) => *image,
+        ImageLookup::Image(image) => *image,
         other => panic!("{other:?}"),
     }
 }
 
 #[track_caller]
-fn not_found(stage: &Stage, subject: &Subject) {
+fn not_found(stage: &Stage, subject: &ImageSubject) {
     let found = stage.images.find(subject);
-    assert!(matches!(found, Found::Nothing), "{found:?}");
+    assert!(matches!(found, ImageLookup::Nothing), "{found:?}");
 }
 
 /// Why images were put aside.
@@ -376,7 +377,10 @@ fn split_memory() {
         let seen = if way == "private" { "a" } else { "b" };
         assert_eq!(life.ask("b"), seen, "{way}: it goes on");
         let found = stage.images.find(&stage.subject());
-        assert!(matches!(&found, Found::Unfit(reason) if reason.contains(why)), "{way}: {found:?}");
+        assert!(
+            matches!(&found, ImageLookup::ImageImpossible(reason) if reason.contains(why)),
+            "{way}: {found:?}"
+        );
         for dir in ["images", "work"] {
             assert_eq!(fs::read_dir(stage.images.dir().join(dir)).unwrap().count(), 0, "{way}: {dir}");
         }
@@ -439,11 +443,11 @@ fn own_sockets() {
     let handed = "server = socket.socket(fileno=3)";
     stage.scene = stage.scene.with_file("own.py", &COUNTER.replace(handed, own));
     stage.scene = stage.scene.with_file("port.py", &COUNTER.replace(handed, port));
-    let own = ("own.py", Address::Socket("/run/own.sock".into()));
-    let ways = if knows_ports { vec![own, ("port.py", Address::Port(8123))] } else { vec![own] };
+    let own = ("own.py", SandboxAddress::Socket("/run/own.sock".into()));
+    let ways = if knows_ports { vec![own, ("port.py", SandboxAddress::Port(8123))] } else { vec![own] };
     for (name, address) in ways {
         let life = stage.life();
-        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        let log = HandedFds { listener: None, log: Some(life.log_writer.as_fd()) };
         let _task = scene::root_task(&life.sandbox, &["python3", name], None, &life.log_writer);
         assert!(life.read_log().contains("starts"));
         assert_eq!(talk(life.sandbox.connect(&address).unwrap(), "one"), format!("10 {ALICE} ['one']"));
@@ -451,7 +455,7 @@ fn own_sockets() {
         let taken = stage.images.take(&stage.subject(), &life.sandbox, &log, ImageMemory::Auto);
         match address {
             // It is cut off in the image.
-            Address::Port(_) => drop(taken.unwrap()),
+            SandboxAddress::Port(_) => drop(taken.unwrap()),
             _ => {
                 let refused = taken.unwrap_err().to_string();
                 assert!(refused.contains("one end of a Unix socket's connection is outside"), "{refused}");
@@ -467,7 +471,7 @@ fn own_sockets() {
         }
         drop(life);
         let life = stage.life();
-        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        let log = HandedFds { listener: None, log: Some(life.log_writer.as_fd()) };
         stage.images.restore(&found(&stage), &life.sandbox, &log).unwrap();
         let said = talk(life.sandbox.connect(&address).unwrap(), "two");
         assert!(said.ends_with("'two']"), "{said}");
@@ -508,7 +512,13 @@ fn no_obedience() {
     let etc = stage.scene.dir.path().join("etc");
     fs::create_dir_all(etc.join("criu")).unwrap();
     fs::write(etc.join("criu/default.conf"), "action-script /srv/app/planted\n").unwrap();
-    let bind = Bind { source: etc, target: "/etc".into(), writable: false, as_tenant: false };
+    let bind = SandboxBind {
+        source: etc,
+        target: "/etc".into(),
+        writable: false,
+        as_tenant: false,
+        is_optional: false,
+    };
     stage.scene.spec.binds.push(bind);
     let facts = stage.scene.dir.path().join("run/criu.kdat");
     fs::write(&facts, "planted").unwrap();
@@ -558,7 +568,7 @@ fn cut() {
     not_found(&stage, &stage.subject());
     assert_eq!(put_aside(&stage).len(), 2);
     assert!(
-        matches!(stage.images.find(&stage.subject()), Found::Unfit(why) if why.contains("turned out wrong"))
+        matches!(stage.images.find(&stage.subject()), ImageLookup::ImageImpossible(why) if why.contains("turned out wrong"))
     );
 }
 
@@ -577,7 +587,7 @@ fn altered() {
     // One that nobody looked at since the start of the keeper is compared, too.
     drop(imaged(&stage));
     let pages = image_file(&stage, "pages-1.img");
-    let again = Images::open(&stage.images.dir(), configured().as_deref(), launcher(), LIMITS).unwrap();
+    let again = NodeImages::open(&stage.images.dir(), configured().as_deref(), launcher(), LIMITS).unwrap();
     let stage = Stage { images: again, ..stage };
     fs::File::options().write(true).open(&pages).unwrap().write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
     not_found(&stage, &stage.subject());
@@ -625,9 +635,9 @@ fn elsewhere() {
         found(&stage);
     }
     let other = Digest::of(&[b"upgraded"]);
-    not_found(&stage, &Subject { base: other, ..stage.subject() });
-    not_found(&stage, &Subject { definition: other, ..stage.subject() });
-    not_found(&stage, &Subject { release: "2".into(), ..stage.subject() });
+    not_found(&stage, &ImageSubject { base: other, ..stage.subject() });
+    not_found(&stage, &ImageSubject { definition: other, ..stage.subject() });
+    not_found(&stage, &ImageSubject { release: "2".into(), ..stage.subject() });
     forge(&stage, |header| header["subject"]["site"] = json!("another"));
     not_found(&stage, &stage.subject());
     // None of them is wrong: they only do not fit.
@@ -658,9 +668,9 @@ fn not_restored() {
         assert!(refused.to_string().contains("srv/app/data"), "{refused}");
         assert_eq!(put_aside(&stage).len(), time);
     }
-    assert!(matches!(stage.images.find(&stage.subject()), Found::Unfit(_)));
+    assert!(matches!(stage.images.find(&stage.subject()), ImageLookup::ImageImpossible(_)));
     // Another release is another matter, and asking by hand is too.
-    not_found(&stage, &Subject { release: "2".into(), ..stage.subject() });
+    not_found(&stage, &ImageSubject { release: "2".into(), ..stage.subject() });
     stage.images.forget_refusal(&stage.subject());
     not_found(&stage, &stage.subject());
 }
@@ -684,7 +694,9 @@ fn unfit() {
     assert_eq!(refused.code().to_string(), "NGY0335");
     assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"), "it goes on");
     match stage.images.find(&stage.subject()) {
-        Found::Unfit(reason) => assert!(reason.contains("a Unix socket is connected"), "{reason}"),
+        ImageLookup::ImageImpossible(reason) => {
+            assert!(reason.contains("a Unix socket is connected"), "{reason}")
+        }
         other => panic!("{other:?}"),
     }
     stage.images.forget_refusal(&stage.subject());
@@ -713,7 +725,7 @@ fn own_filter() {
 
 fn no_room() {
     let stage = Stage::new();
-    stage.images.set_limits(Limits { bytes_max: 1 << 20, ..LIMITS });
+    stage.images.set_limits(ImageLimits { bytes_max: 1 << 20, ..LIMITS });
     let life = stage.life();
     let _task = life.start(&["python3", "counter.py"]);
     life.ask("one");
@@ -727,11 +739,12 @@ fn no_room() {
     let small = stage.scene.dir.path().join("small");
     fs::create_dir(&small).unwrap();
     let _mounted = Mounted::new(&small, "size=64m");
-    let images = Images::open(&small.join("images"), configured().as_deref(), launcher(), LIMITS).unwrap();
+    let images =
+        NodeImages::open(&small.join("images"), configured().as_deref(), launcher(), LIMITS).unwrap();
     let refused =
         images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap_err();
     assert!(matches!(refused, ImageError::NoSpace { .. }), "{refused}");
-    assert!(matches!(images.find(&stage.subject()), Found::Nothing), "that is not remembered");
+    assert!(matches!(images.find(&stage.subject()), ImageLookup::Nothing), "that is not remembered");
 }
 
 /// A file system in memory, gone with this.
@@ -756,7 +769,7 @@ fn collected() {
     let life = stage.life();
     let _task = life.start(&["python3", "counter.py"]);
     life.ask("one");
-    let release = |number: u32| Subject { release: number.to_string(), ..stage.subject() };
+    let release = |number: u32| ImageSubject { release: number.to_string(), ..stage.subject() };
     for number in 1..=3 {
         stage.images.take(&release(number), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
     }
@@ -777,7 +790,7 @@ fn collected() {
     };
     stage.images.collect(|_| true);
     assert_eq!(left(), ["1", "2", "3"]);
-    stage.images.set_limits(Limits { images_max: 2, ..LIMITS });
+    stage.images.set_limits(ImageLimits { images_max: 2, ..LIMITS });
     stage.images.collect(|_| true);
     assert_eq!(left(), ["1", "3"]);
     stage.images.collect(|subject| subject.release != "1");
@@ -812,6 +825,6 @@ fn no_criu() {
         "{}",
         search.reason()
     );
-    let refused = Images::open(dir.path(), Some(&absent), launcher(), LIMITS).unwrap_err();
+    let refused = NodeImages::open(dir.path(), Some(&absent), launcher(), LIMITS).unwrap_err();
     assert_eq!(refused.code().to_string(), "NGY0334");
 }

@@ -5,11 +5,11 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use nagaya_cmdb::Change;
-use nagaya_cmdb::feed::Question;
-use nagaya_cmdb::instance::{Act, Tier, Used};
-use nagaya_keeper::client::{ClientError, Keeper};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::RecordChange;
+use nagaya_records::feed::FeedQuery;
+use nagaya_records::instance::{InstanceCommand, RunUsage, Tier};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
@@ -75,7 +75,7 @@ while (accept(C, S)) { syswrite(C, "$> port"); close C; }
 "#;
 
 /// A connection to a site's instance, which may rest again at once.
-async fn connect(keeper: &Keeper, site: &str) -> Result<OwnedFd, ClientError> {
+async fn connect(keeper: &KeeperClient, site: &str) -> Result<OwnedFd, KeeperCallError> {
     keeper.use_instance(&site_name(site), None).await.map(|instance| instance.socket)
 }
 
@@ -146,9 +146,9 @@ fn ends_early() {
     world.site("lost", "alice", json!({"kind": "app", "command": ["no-such-program"], "directory": ""}));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Broken, 310));
-        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Busy, 311));
-        assert_eq!(refusal(connect(&keeper, "lost").await), (Failure::Broken, 332));
+        assert_eq!(refusal(connect(&keeper, "app").await), (FailureKind::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "app").await), (FailureKind::Busy, 311));
+        assert_eq!(refusal(connect(&keeper, "lost").await), (FailureKind::Broken, 332));
     });
     assert!(world.log().contains("its last words"), "{}", world.log());
 }
@@ -158,7 +158,7 @@ fn never_listens() {
     world.site("app", "alice", shell("exec sleep 1000"));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "app").await), (FailureKind::Broken, 310));
     });
     assert!(pids(&world, "app").is_empty(), "nothing of it is left");
 }
@@ -195,7 +195,7 @@ fn restarted_after_crash() {
                     said => break run_of(&said),
                 },
                 Err(error) => {
-                    assert_eq!(refusal::<()>(Err(error)), (Failure::Busy, 311));
+                    assert_eq!(refusal::<()>(Err(error)), (FailureKind::Busy, 311));
                     paused += 1;
                 }
             }
@@ -209,7 +209,7 @@ fn ends_with_record() {
     let world = with_server().start();
     let changed = |mode: &str| {
         let record = json!({"name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": app(mode)});
-        Change::PutSite(Box::new(serde_json::from_value(record).unwrap()))
+        RecordChange::PutSite(Box::new(serde_json::from_value(record).unwrap()))
     };
     let last = world.run(async |keeper| {
         let first = read_socket(connect(&keeper, "app").await.unwrap()).await;
@@ -260,7 +260,7 @@ fn cpu_raised() {
         let limits = json!({"limits": {"cpu": cpu}});
         world.apply(vec![site_change("app", "alice", app("one"), limits)]);
     };
-    let raise = |thousandths| world.act("app", Act::LimitCpu { thousandths });
+    let raise = |thousandths| world.act("app", InstanceCommand::LimitCpu { thousandths });
     world.run(async |keeper| {
         let first = read_socket(connect(&keeper, "app").await.unwrap()).await;
         assert!(raise(Some(500))["error"].is_string(), "there is none to raise");
@@ -311,7 +311,7 @@ fn goes_first() {
         let used = waits.await.unwrap();
         assert_eq!(both(), as_others);
         drop(used);
-        world.act("app", Act::Stop);
+        world.act("app", InstanceCommand::Stop);
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         keeper.answered(used.guard.id());
         until_so(|| both() == as_others).await;
@@ -340,7 +340,7 @@ fn load_told() {
     world.site("app", "alice", backend.clone());
     let world = world.start();
     let told = || {
-        let told: Vec<Used> = serde_json::from_str(&world.ask(Question::Load)).unwrap();
+        let told: Vec<RunUsage> = serde_json::from_str(&world.ask(FeedQuery::Load)).unwrap();
         told.into_iter().find(|used| used.site.as_str() == "app")
     };
     world.run(async |keeper| {
@@ -360,7 +360,7 @@ fn load_told() {
         })
         .await;
         assert!(last.run == first.run && last.at_us > first.at_us, "{last:?}");
-        world.act("app", Act::LimitCpu { thousandths: Some(400) });
+        world.act("app", InstanceCommand::LimitCpu { thousandths: Some(400) });
         let raised = told().expect("it runs");
         assert!(raised.is_limit_changed && raised.limit != first.limit, "{raised:?}");
     });
@@ -379,7 +379,7 @@ fn no_foreign_socket() {
     );
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(connect(&keeper, "link").await), (Failure::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "link").await), (FailureKind::Broken, 310));
     });
     let nobody = listener.accept().unwrap_err();
     assert_eq!(nobody.kind(), std::io::ErrorKind::WouldBlock);

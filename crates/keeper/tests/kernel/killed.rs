@@ -7,8 +7,8 @@ use std::fs;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::client::{ClientError, InstanceUse, Keeper};
+use nagaya_keeper_api::client::{InstanceUse, KeeperCallError, KeeperClient};
+use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::json;
 use tokio::task::{JoinHandle, spawn_local, yield_now};
 
@@ -36,7 +36,7 @@ const HELD: &str = "import os, sys, time\n\
 /// Times the keeper is killed, each a little later after a request for what is frozen.
 const ROUNDS: u32 = 6;
 
-fn ask(keeper: &Rc<Keeper>, site: &'static str) -> JoinHandle<Result<InstanceUse, ClientError>> {
+fn ask(keeper: &Rc<KeeperClient>, site: &'static str) -> JoinHandle<Result<InstanceUse, KeeperCallError>> {
     let keeper = Rc::clone(keeper);
     spawn_local(async move { keeper.use_instance(&site_name(site), None).await })
 }
@@ -101,7 +101,7 @@ fn rousing() {
             let first = run_of(&keeper, "app").await;
             until_idle(&world, "app").await;
             let all = pids(&world, "app");
-            assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+            assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
             let asked = ask(&keeper, "app");
             let later = Instant::now() + Duration::from_micros(100) * round;
             yield_now().await;
@@ -131,7 +131,7 @@ fn criu_runs(world: &World, verb: &str) -> bool {
 }
 
 /// Kills the keeper while CRIU does this for a start that each `begin` brings about. It may be over before it is seen.
-async fn kill_while(world: &World, verb: &str, keeper: &Rc<Keeper>, begin: impl AsyncFn(u32)) {
+async fn kill_while(world: &World, verb: &str, keeper: &Rc<KeeperClient>, begin: impl AsyncFn(u32)) {
     for round in 0.. {
         begin(round).await;
         let asked = ask(keeper, "app");
@@ -177,7 +177,7 @@ fn imaging() {
         let run = run_of(&keeper, "app").await;
         until_so(|| show(&world, "app")["image"].is_object()).await;
         until_idle(&world, "app").await;
-        world.act("app", Act::Rest { to: Some(Tier::Image) });
+        world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
         until_at(&world, "app", "image").await;
         assert_eq!(run_of(&keeper, "app").await, run, "its image is a good one");
     });
@@ -191,7 +191,7 @@ fn restoring() {
         let run = run_of(&keeper, "app").await;
         kill_while(&world, "restore", &keeper, async |_| {
             until_idle(&world, "app").await;
-            assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["tier"], "image");
+            assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["tier"], "image");
         })
         .await;
         until_images(&world).await;

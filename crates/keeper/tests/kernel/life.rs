@@ -5,11 +5,11 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use nagaya_cmdb::feed::Question;
-use nagaya_keeper::BackEnd;
-use nagaya_keeper::client::{ClientError, Keeper};
-use nagaya_keeper::codec;
-use nagaya_keeper::protocol::{Answer, Ask, Failure, Reply, Verb};
+use nagaya_keeper::CellMechanism;
+use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_keeper_api::codec;
+use nagaya_keeper_api::protocol::{FailureKind, KeeperMessage, Verb, VerbCall, VerbReply};
+use nagaya_records::feed::FeedQuery;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -30,10 +30,10 @@ pub const ANYONE: &[Fact] = &[
 pub const ROOT: &[Fact] = &[
     ("a peer of another uid is refused", wrong_uid),
     ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v2", || {
-        killed(BackEnd::CgroupV2);
+        killed(CellMechanism::CgroupV2);
     }),
     ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v1", || {
-        killed(BackEnd::CgroupV1);
+        killed(CellMechanism::CgroupV1);
     }),
 ];
 
@@ -48,16 +48,16 @@ fn raw_connection(world: &World) -> std::os::fd::OwnedFd {
 }
 
 /// Blocks until there is an answer or the end.
-fn raw_answer(socket: &std::os::fd::OwnedFd) -> Result<Answer, codec::CodecError> {
+fn raw_answer(socket: &std::os::fd::OwnedFd) -> Result<KeeperMessage, codec::CodecError> {
     poll(&mut [PollFd::new(socket, PollFlags::IN)], None).unwrap();
-    codec::receive::<Answer>(socket, &mut Vec::new()).map(|(answer, _)| answer)
+    codec::receive::<KeeperMessage>(socket, &mut Vec::new()).map(|(answer, _)| answer)
 }
 
 fn rubbish() {
     let world = World::new().with_cgi(SLEEPER).start();
     world.run(async |keeper| {
         let (pid, guard) = sleeper(&keeper).await;
-        let mut longer = codec::encode(&Ask { tag: 1, verb: Verb::Status }).unwrap();
+        let mut longer = codec::encode(&VerbCall { tag: 1, verb: Verb::Status }).unwrap();
         longer.push(0);
         for bytes in [&b"\xff\xff\xff\xff\xff\xff"[..], b"GET / HTTP/1.1\r\n\r\n", &[7; 150_000], &longer] {
             let socket = raw_connection(&world);
@@ -74,9 +74,12 @@ fn greeting_first() {
     let world = World::new().start();
     for verb in [Verb::Status, Verb::Hello { version: 999 }, Verb::OpenRoot { site: site_name("x") }] {
         let socket = raw_connection(&world);
-        codec::send(&socket, &codec::encode(&Ask { tag: 4, verb }).unwrap(), &[]).unwrap();
+        codec::send(&socket, &codec::encode(&VerbCall { tag: 4, verb }).unwrap(), &[]).unwrap();
         match raw_answer(&socket).unwrap() {
-            Answer::Reply { tag: 4, reply: Reply::Failed { failure: Failure::Invalid, code: 313, .. } } => {}
+            KeeperMessage::Reply {
+                tag: 4,
+                reply: VerbReply::Failed { failure: FailureKind::Invalid, code: 313, .. },
+            } => {}
             other => panic!("{other:?}"),
         }
     }
@@ -85,14 +88,14 @@ fn greeting_first() {
 fn connection_closes() {
     let world = World::new().with_cgi(SLEEPER).start();
     let pids = world.run(async |keeper| {
-        let other = Keeper::connect(&world.socket()).await.unwrap();
+        let other = KeeperClient::connect(&world.socket()).await.unwrap();
         let (kept, kept_guard) = sleeper(&other).await;
         let (first, guard) = sleeper(&keeper).await;
         let (second, another) = sleeper(&keeper).await;
         drop(keeper);
         // Guards of a lost connection are void, and say so.
-        assert_eq!(guard.ended().await, Err(ClientError::Gone));
-        assert_eq!(another.end().await, Err(ClientError::Gone));
+        assert_eq!(guard.ended().await, Err(KeeperCallError::Gone));
+        assert_eq!(another.end().await, Err(KeeperCallError::Gone));
         expect_gone(first);
         expect_gone(second);
         assert!(is_alive(kept), "another connection's process is untouched");
@@ -118,17 +121,19 @@ fn feed_answers() {
         let process = run_cgi(&keeper).await;
         process.guard.ended().await.unwrap();
     });
-    let status: serde_json::Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
+    let status: serde_json::Value = serde_json::from_str(&world.ask(FeedQuery::Status)).unwrap();
     assert_eq!(status["processes"]["cgi"], serde_json::json!({"running": 0, "started": 1, "failed": 0}));
     assert_eq!(status["revision"], 7);
-    let metrics = world.ask(Question::Metrics);
+    let metrics = world.ask(FeedQuery::Metrics);
     let started: Vec<_> = metrics.lines().filter(|line| line.starts_with("nagaya_keeper_started")).collect();
     assert!(started.contains(&"nagaya_keeper_started_total{kind=\"cgi\"} 1"), "{started:?}");
 }
 
 fn process_groups() {
-    let world =
-        World::new().fenced(BackEnd::ProcessGroup).with_cgi("sleep 1000 & echo $!; exec sleep 1000").start();
+    let world = World::new()
+        .fenced(CellMechanism::ProcessGroup)
+        .with_cgi("sleep 1000 & echo $!; exec sleep 1000")
+        .start();
     world.run(async |keeper| {
         assert!(keeper.status().await.unwrap().contains("\"fence\":\"process-group\""));
         let (pid, guard) = sleeper(&keeper).await;
@@ -151,7 +156,7 @@ fn wrong_uid() {
     world.run(async |keeper| keeper.status().await.unwrap());
 }
 
-fn killed(fence: BackEnd) {
+fn killed(fence: CellMechanism) {
     let daemon = r"setsid sh -c 'echo $$; exec sleep 1000 >/dev/null 2>&1' & echo $$; exec sleep 1000";
     let world = World::new().fenced(fence).with_cgi(daemon).start();
     world.run(async |keeper| {
@@ -162,7 +167,7 @@ fn killed(fence: BackEnd) {
         let dirs = groups::of_keeper(world.keeper_pid());
         assert!(!dirs.is_empty());
         world.kill();
-        assert_eq!(process.guard.ended().await, Err(ClientError::Gone));
+        assert_eq!(process.guard.ended().await, Err(KeeperCallError::Gone));
         world.restart();
         for pid in pids {
             expect_gone(pid);

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_cmdb::Change;
-use nagaya_cmdb::cell::{Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, Usage};
-use nagaya_keeper::client::Keeper;
-use nagaya_keeper::protocol::{Failure, ProcessId};
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_keeper_api::protocol::{FailureKind, ProcessId};
+use nagaya_records::RecordChange;
+use nagaya_records::cell::{
+    CgroupController, Confinement, CpuQuota, Demotion, Device, IoLimit, LimitSet, RequestUsage,
+};
 use serde_json::{Value, json};
 
 use crate::CellFact;
@@ -63,12 +65,12 @@ fn burn(milliseconds: u32) -> String {
     )
 }
 
-fn own(limits: Limits) -> Confinement {
+fn own(limits: LimitSet) -> Confinement {
     Confinement { limits, ..Confinement::default() }
 }
 
-fn cpu(thousandths: u32) -> Limits {
-    Limits { cpu: Some(CpuQuota::of_core(thousandths)), ..Limits::default() }
+fn cpu(thousandths: u32) -> LimitSet {
+    LimitSet { cpu: Some(CpuQuota::of_core(thousandths)), ..LimitSet::default() }
 }
 
 fn quota_of(thousandths: u32) -> Option<(u64, u64)> {
@@ -119,13 +121,13 @@ fn gives_way() {
         assert_eq!(shares(), (64, 1024));
         until_so(|| shares() == (1024, 1024)).await;
         assert_eq!(world.metric("nagaya_keeper_tenants_giving_way"), 0);
-        let many = vec![alice; nagaya_keeper::TENANTS_MAX + 1];
-        assert_eq!(refusal(keeper.give_way(many, Vec::new()).await), (Failure::Invalid, 318));
+        let many = vec![alice; nagaya_keeper_api::limits::TENANTS_MAX + 1];
+        assert_eq!(refusal(keeper.give_way(many, Vec::new()).await), (FailureKind::Invalid, 318));
     });
 }
 
 /// Asks what a process used until it is enough.
-async fn until(keeper: &Keeper, id: ProcessId, mut enough: impl FnMut(Usage) -> bool) {
+async fn until(keeper: &KeeperClient, id: ProcessId, mut enough: impl FnMut(RequestUsage) -> bool) {
     let mut interval = tokio::time::interval(Duration::from_millis(5));
     loop {
         interval.tick().await;
@@ -155,9 +157,9 @@ fn quota_bites() {
 fn shares_divide() {
     let world = World::new().with_cgi("echo $$; exec taskset -c 0 sh -c 'while :; do :; done'").start();
     world.run(async |keeper| {
-        let shares = |cpu_shares| Some(Limits { cpu_shares: Some(cpu_shares), ..Limits::default() });
-        let small = in_named("small", &[Controller::Cpu], shares(25));
-        let large = in_named("large", &[Controller::Cpu], shares(75));
+        let shares = |cpu_shares| Some(LimitSet { cpu_shares: Some(cpu_shares), ..LimitSet::default() });
+        let small = in_named("small", &[CgroupController::Cpu], shares(25));
+        let large = in_named("large", &[CgroupController::Cpu], shares(75));
         let (pid, small) = run_and_pid(&keeper, "cgi", &small).await;
         let (_, large) = run_and_pid(&keeper, "cgi", &large).await;
         assert_eq!(groups::cpu_shares(&groups::above(pid, "cpu", "named-small").unwrap()), 25);
@@ -173,7 +175,7 @@ fn shares_divide() {
     });
 }
 
-async fn measure(keeper: &Keeper, id: ProcessId) -> u64 {
+async fn measure(keeper: &KeeperClient, id: ProcessId) -> u64 {
     keeper.measure(id).await.unwrap().cpu_us
 }
 
@@ -182,7 +184,7 @@ fn processes_end() {
     let script = r"exec perl -e '$| = 1; my $n = 0; for (1..30) { my $pid = fork; last unless defined $pid; if (!$pid) { sleep 1000; exit } $n++ } print $n'";
     let world = World::new().with_cgi(script).start();
     world.run(async |keeper| {
-        let limited = Limits { processes: Some(10), ..Limits::default() };
+        let limited = LimitSet { processes: Some(10), ..LimitSet::default() };
         let process = run_in(&keeper, "cgi", &own(limited)).await;
         let mut out = crate::world::pipe(process.stdout);
         let mut said = [0; 8];
@@ -216,7 +218,7 @@ fn disks_limited() {
     world.run(async |keeper| {
         let limit = |device, bps| {
             let io = vec![IoLimit { read_bps: Some(bps), ..IoLimit::of(device) }];
-            own(Limits { io, ..Limits::default() })
+            own(LimitSet { io, ..LimitSet::default() })
         };
         if let Some(disk) = some_disk() {
             let (pid, _running) = run_and_pid(&keeper, "cgi", &limit(disk.parse().unwrap(), 5_000_000)).await;
@@ -296,7 +298,7 @@ fn records_change() {
 }
 
 /// A site of alice's with these limits for each request.
-fn with_requests(kind: &str, more: Value) -> Change {
+fn with_requests(kind: &str, more: Value) -> RecordChange {
     site_change("cgi", "alice", json!({"kind": kind, "root": "www"}), more)
 }
 
@@ -304,7 +306,7 @@ fn requests_follow() {
     let world = World::new().with_cgi("echo $$; read wait").start();
     world.apply(vec![with_requests("cgi", json!({"request_limits": {"cpu": "50%", "cpu_shares": 30}}))]);
     world.run(async |keeper| {
-        let asked = own(Limits { cpu_shares: Some(99), ..Limits::default() });
+        let asked = own(LimitSet { cpu_shares: Some(99), ..LimitSet::default() });
         let (pid, _running) = run_and_pid(&keeper, "cgi", &asked).await;
         let group = groups::of(pid, "cpu");
         assert_eq!(groups::cpu_quota(&group), quota_of(500));
@@ -360,7 +362,7 @@ fn demotion_ends() {
     let world = world.start();
     let steps = json!([{"after_cpu": "500ms", "limits": {"cpu": "40%"}}]);
     world.apply(vec![with_requests("php", json!({"request_limits": {"cpu": "100%"}, "demotions": steps}))]);
-    world.run(async |keeper: Rc<Keeper>| {
+    world.run(async |keeper: Rc<KeeperClient>| {
         let mut php = Php::start_for(&keeper, "cgi").await;
         let id = php.guard.id();
         for (ms, demoted) in [(900, 1), (0, 0), (900, 1)] {

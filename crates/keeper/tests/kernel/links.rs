@@ -9,8 +9,8 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use nagaya_keeper::client::{ClientError, InstanceUse, Keeper};
-use nagaya_keeper::protocol::{Failure, OpenedRoot};
+use nagaya_keeper_api::client::{InstanceUse, KeeperCallError, KeeperClient};
+use nagaya_keeper_api::protocol::{FailureKind, OpenedRoot};
 use rustix::fs::{Mode, OFlags};
 use serde_json::{Value, json};
 
@@ -75,17 +75,17 @@ fn with_bob() -> World {
 /// Asks for an application with this record that never failed before, so that it is tried now.
 async fn ask_anew(
     world: &World,
-    keeper: &Keeper,
+    keeper: &KeeperClient,
     tenant: &str,
     backend: Value,
-) -> Result<InstanceUse, ClientError> {
+) -> Result<InstanceUse, KeeperCallError> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let name = format!("app{}", NUMBER.fetch_add(1, Ordering::Relaxed));
     world.apply(vec![site_change(&name, tenant, backend, json!({}))]);
     keeper.use_instance(&site_name(&name), None).await
 }
 
-async fn run_bobs(keeper: &Keeper) {
+async fn run_bobs(keeper: &KeeperClient) {
     let used = keeper.use_instance(&site_name("bobs"), None).await.unwrap();
     assert_eq!(read_socket(used.socket).await, "serves ");
 }
@@ -122,12 +122,12 @@ fn with_roots(world: &mut World) {
 }
 
 #[track_caller]
-fn assert_no_root(opened: Result<OpenedRoot, ClientError>, what: &str) {
+fn assert_no_root(opened: Result<OpenedRoot, KeeperCallError>, what: &str) {
     match opened {
         Ok(root) => {
             panic!("{what} was opened; it has an etc/passwd: {}", file_in(&root.dir, Path::new("etc/passwd")))
         }
-        refused => assert_eq!(refusal(refused), (Failure::Forbidden, 303), "{what}"),
+        refused => assert_eq!(refusal(refused), (FailureKind::Forbidden, 303), "{what}"),
     }
 }
 
@@ -212,7 +212,7 @@ fn unlisted_roots() {
             let opened = keeper.open_root(&site_name("absolute")).await;
             assert_eq!(opened.is_ok(), is_served, "{mode:o} of group {group}");
             if !is_served {
-                assert_eq!(refusal(opened), (Failure::Forbidden, 303));
+                assert_eq!(refusal(opened), (FailureKind::Forbidden, 303));
             }
         }
         for site in ["proc", "sys", "dev", "descriptors"] {
@@ -237,7 +237,7 @@ fn secrets() {
             put_link(&to, &key);
             for backend in &backends {
                 let asked = ask_anew(&world, &keeper, "alice", backend.clone()).await;
-                assert_eq!(refusal(asked), (Failure::Forbidden, 319), "{}", to.display());
+                assert_eq!(refusal(asked), (FailureKind::Forbidden, 319), "{}", to.display());
             }
         }
         fs::remove_file(&key).unwrap();
@@ -264,7 +264,7 @@ fn layouts() {
         {
             put_link(&to, &layout);
             let asked = ask_anew(&world, &keeper, "alice", backend.clone()).await;
-            assert_eq!(refusal(asked), (Failure::Broken, 326), "{}", to.display());
+            assert_eq!(refusal(asked), (FailureKind::Broken, 326), "{}", to.display());
             // The same with the blobs of a layout that is her own.
             fs::remove_file(&layout).unwrap();
             fs::create_dir(&layout).unwrap();
@@ -273,7 +273,7 @@ fn layouts() {
                 fs::copy(bobs.join(name), layout.join(name)).unwrap();
             }
             let asked = ask_anew(&world, &keeper, "alice", backend.clone()).await;
-            assert_eq!(refusal(asked), (Failure::Broken, 326), "blobs of {}", to.display());
+            assert_eq!(refusal(asked), (FailureKind::Broken, 326), "blobs of {}", to.display());
         }
     });
     assert!(!world.dir.path().join("state/bases").exists(), "nothing was unpacked");
@@ -298,7 +298,7 @@ fn elsewhere(world: &World) -> Vec<PathBuf> {
 }
 
 /// None of these links is what an application gets, whether its record names them from the home or from `/`.
-fn no_link_is_bound(expected: (Failure, u16), more: impl Fn(&Path) -> Value) {
+fn no_link_is_bound(expected: (FailureKind, u16), more: impl Fn(&Path) -> Value) {
     let world = World::new();
     let data = world.home("alice").join("data");
     fs::create_dir(&data).unwrap();
@@ -317,12 +317,12 @@ fn no_link_is_bound(expected: (Failure, u16), more: impl Fn(&Path) -> Value) {
 }
 
 fn directories() {
-    no_link_is_bound((Failure::Broken, 331), |named| json!({"directory": named, "writable": ["www"]}));
-    no_link_is_bound((Failure::Forbidden, 310), |named| json!({"base": named}));
+    no_link_is_bound((FailureKind::Broken, 331), |named| json!({"directory": named, "writable": ["www"]}));
+    no_link_is_bound((FailureKind::Forbidden, 310), |named| json!({"base": named}));
 }
 
 fn writables() {
-    no_link_is_bound((Failure::Broken, 331), |named| json!({"writable": [named]}));
+    no_link_is_bound((FailureKind::Broken, 331), |named| json!({"writable": [named]}));
 }
 
 fn sockets() {
@@ -335,7 +335,7 @@ fn sockets() {
     let world = world.start();
     world.run(async |keeper| {
         let asked = keeper.use_instance(&site_name("app"), None).await;
-        assert_eq!(refusal(asked), (Failure::Broken, 331));
+        assert_eq!(refusal(asked), (FailureKind::Broken, 331));
     });
     assert!(world.log().contains("name it in the record's databases"), "{}", world.log());
 }

@@ -7,9 +7,9 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use nagaya_cmdb::Change;
-use nagaya_cmdb::instance::Act;
-use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_records::RecordChange;
+use nagaya_records::instance::InstanceCommand;
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -64,17 +64,17 @@ fn read(dir: &Path, name: &str) -> String {
 }
 
 fn lines(world: &World, site: &str) -> Vec<String> {
-    let answer = world.act(site, Act::Logs);
+    let answer = world.act(site, InstanceCommand::Logs);
     let lines = answer["lines"].as_array().unwrap_or_else(|| panic!("{answer}"));
     lines.iter().map(|line| line.as_str().unwrap().to_owned()).collect()
 }
 
-async fn answer(keeper: &Keeper, site: &str) -> String {
+async fn answer(keeper: &KeeperClient, site: &str) -> String {
     loop {
         match keeper.use_instance(&site_name(site), None).await {
             Ok(used) => return read_socket(used.socket).await,
             // The connection to a keeper that was killed; the next is to its successor.
-            Err(ClientError::Gone) => {}
+            Err(KeeperCallError::Gone) => {}
             Err(error) => panic!("{error}"),
         }
     }
@@ -93,7 +93,7 @@ fn flood() {
         until_so(|| dir.join("flood.log").exists()).await;
         answer(&keeper, "app").await;
         assert!(!flooding.await.unwrap().is_empty(), "it comes to its end with it");
-        world.act("flood", Act::Stop);
+        world.act("flood", InstanceCommand::Stop);
         until_so(|| lines(&world, "flood").last().is_some_and(|line| line.contains("dropped here: "))).await;
         let shown = lines(&world, "flood");
         assert!(shown[shown.len() - 2].starts_with("nagaya: more than 128KiB in 60 s"), "{shown:?}");
@@ -147,7 +147,7 @@ fn goes_with_its_site() {
     let world = world().start();
     let (dir, file) = (dir(&world), dir(&world).join("app.log"));
     let of_record = || site_change("app", "alice", app("word", 2), json!({}));
-    let drop_site = || world.apply(vec![Change::DropSite(site_name("app"))]);
+    let drop_site = || world.apply(vec![RecordChange::DropSite(site_name("app"))]);
     world.run(async |keeper| {
         answer(&keeper, "app").await;
         until_so(|| file.exists()).await;
@@ -194,7 +194,7 @@ fn cannot_be_written() {
         answer(&keeper, "app").await;
         let lost = || world.metric("nagaya_instance_log_lines_total{result=\"lost\"}");
         until_so(|| (lines(&world, "app").len(), lost()) == (3, 3)).await;
-        world.act("app", Act::Stop);
+        world.act("app", InstanceCommand::Stop);
         answer(&keeper, "app").await;
         until_so(|| (lines(&world, "app").len(), lost()) == (6, 6)).await;
     });

@@ -28,6 +28,7 @@ mod logs;
 mod mapped;
 mod nat;
 mod outbound;
+mod own_links;
 mod php;
 mod placed;
 mod places;
@@ -44,10 +45,11 @@ mod swap;
 mod transfer;
 mod wake;
 mod woken;
+mod work;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
-use nagaya_keeper::BackEnd;
+use nagaya_keeper::CellMechanism;
 
 /// One test: its name, and what panics if it is not so.
 pub type Fact = (&'static str, fn());
@@ -103,7 +105,8 @@ fn main() {
             .map(of_found),
     );
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
-    let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
+    let back_ends =
+        if v1 && v2 { &[CellMechanism::Auto, CellMechanism::CgroupV1][..] } else { &[CellMechanism::Auto] };
     let facts = on_controllers();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let only_cells = std::env::var_os("NAGAYA_ONLY_CELLS").is_some();
@@ -118,6 +121,7 @@ fn with_root() -> Vec<Fact> {
         files::ROOT,
         closed_off::CLOSED_OFF,
         links::ROOT,
+        own_links::ROOT,
         calls::ROOT,
         enclosure::ROOT,
         php::ROOT,
@@ -129,6 +133,7 @@ fn with_root() -> Vec<Fact> {
         databases::ROOT,
         nat::ROOT,
         rest::ROOT,
+        work::ROOT,
         life::ROOT,
         killed::ROOT,
         sandbox::ROOT,
@@ -171,9 +176,9 @@ fn on_controllers() -> Vec<CellFact> {
     .concat()
 }
 
-fn of_cells((needs, name, fact): &CellFact, back_end: BackEnd) -> Trial {
+fn of_cells((needs, name, fact): &CellFact, back_end: CellMechanism) -> Trial {
     let (needs, fact) = (*needs, *fact);
-    let alone = if back_end == BackEnd::CgroupV1 { ", with cgroup v1 alone" } else { "" };
+    let alone = if back_end == CellMechanism::CgroupV1 { ", with cgroup v1 alone" } else { "" };
     Trial::ignorable_test(format!("{name}{alone}"), move || {
         world::BACK_END.set(back_end);
         let is_root = rustix::process::geteuid().is_root();

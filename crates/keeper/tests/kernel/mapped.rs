@@ -3,9 +3,9 @@
 //!
 //! Not here: which memory that is, and the form of an image's lists (beside the code), everything else of images (`image`).
 
-use nagaya_cmdb::record::ImageMemory;
 use nagaya_keeper::image::{Image, ImageError};
-use nagaya_keeper::sandbox::{SandboxError, Step};
+use nagaya_keeper::sandbox::{ChildStep, SandboxError};
+use nagaya_records::record::ImageMemory;
 
 use crate::Fact;
 use crate::image::{Life, Stage, image_file};
@@ -252,7 +252,8 @@ fn unwritten() {
         std::fs::File::options().write(true).open(shared).unwrap().set_len(4096).unwrap();
         let fresh = stage.life();
         let error = stage.images.restore(&image, &fresh.sandbox, &fresh.handed()).unwrap_err();
-        let is_of_memory = matches!(error, ImageError::Sandbox(SandboxError::Run { step: Step::Memory, .. }));
+        let is_of_memory =
+            matches!(error, ImageError::Sandbox(SandboxError::Run { step: ChildStep::Memory, .. }));
         assert!(is_of_memory, "{memory:?}: {error:?}");
         let others = "import os; print([one for one in os.listdir('/proc') if one.isdigit() and int(one) not in (1, os.getpid())])";
         assert_eq!(scene::python(&fresh.sandbox, others), "[]", "{memory:?}");

@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -196,11 +196,12 @@ fn comes_back() {
         assert_eq!(told(&keeper, "/held").await, "203.0.113.77:7000 hello", "the image did not touch it");
         until_idle(&world, "app").await;
         let all = pids(&world, "app");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
         all.into_iter().for_each(wait_dead);
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
-        let stages: Vec<Stage> = used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
-        assert!(stages.contains(&Stage::Restore), "{stages:?}");
+        let stages: Vec<WakeStage> =
+            used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
+        assert!(stages.contains(&WakeStage::Restore), "{stages:?}");
         assert_eq!(get(&used, "/who").await, first);
         let said = told(&keeper, "/held").await;
         assert!(is_refused(&said) || said == "OSError", "{said}");

@@ -5,8 +5,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -98,7 +98,7 @@ pub async fn until_service(log: &PathBuf) {
     until_so(|| fs::read_to_string(log).is_ok_and(|text| text.contains("ready"))).await;
 }
 
-pub async fn told(keeper: &Keeper, what: &str) -> String {
+pub async fn told(keeper: &KeeperClient, what: &str) -> String {
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     get(&used, what).await
 }
@@ -188,7 +188,7 @@ fn closed_at_rest() {
         told(&keeper, "/hold/db.internal/7000").await;
         until_idle(&world, "app").await;
         let read = |what: &str| fs::read_to_string(&log).unwrap().matches(what).count();
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["ok"], true);
         assert_eq!(
             told(&keeper, "/held").await,
             "203.0.113.77:7000 hello",
@@ -197,7 +197,7 @@ fn closed_at_rest() {
         assert_eq!((read("comes"), read("goes")), (1, 0));
         until_idle(&world, "app").await;
         let all = pids(&world, "app");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Cold) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Cold) })["ok"], true);
         all.into_iter().for_each(wait_dead);
         until_so(|| read("goes") == 1).await;
         assert!(show(&world, "app")["outbound"].is_null());
@@ -218,11 +218,12 @@ fn closed_after_wake() {
         assert_eq!(told(&keeper, "/held").await, "203.0.113.77:7000 hello", "the image did not touch it");
         until_idle(&world, "app").await;
         let all = pids(&world, "app");
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
         all.into_iter().for_each(wait_dead);
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
-        let stages: Vec<Stage> = used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
-        assert!(stages.contains(&Stage::Restore), "{stages:?}");
+        let stages: Vec<WakeStage> =
+            used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
+        assert!(stages.contains(&WakeStage::Restore), "{stages:?}");
         assert_eq!(get(&used, "/who").await, first, "it is the same, with what it had open");
         let said = told(&keeper, "/held").await;
         assert!(is_refused(&said) || said == "OSError", "it learns that this is over: {said}");

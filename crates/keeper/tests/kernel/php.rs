@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use nagaya_cmdb::cell::Confinement;
-use nagaya_keeper::client::{Keeper, ProcessGuard};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::client::{KeeperClient, ProcessGuard};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::cell::Confinement;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -62,11 +62,11 @@ fn limited() {
         let alice = site_name("php");
         let _first = keeper.spawn_php(&alice).await.unwrap();
         let second = keeper.spawn_php(&alice).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&alice).await), (Failure::Busy, 307));
+        assert_eq!(refusal(keeper.spawn_php(&alice).await), (FailureKind::Busy, 307));
         keeper.spawn_php(&site_name("bobs")).await.unwrap();
         second.guard.end().await.unwrap();
         keeper.spawn_php(&alice).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&site_name("none")).await), (Failure::NotFound, 301));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("none")).await), (FailureKind::NotFound, 301));
     });
 }
 
@@ -74,7 +74,7 @@ fn not_installed() {
     let world = World::new().with(|options| options.php_cgi = "/does/not/exist/php-cgi".into());
     let world = with_sites(world).start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.spawn_php(&site_name("php")).await), (Failure::Broken, 309));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("php")).await), (FailureKind::Broken, 309));
     });
 }
 
@@ -86,7 +86,11 @@ fn for_php_sites_only() {
     let world = with_sites(world).start();
     world.run(async |keeper| {
         for site in ["cgi", "static", "http"] {
-            assert_eq!(refusal(keeper.spawn_php(&site_name(site)).await), (Failure::Invalid, 302), "{site}");
+            assert_eq!(
+                refusal(keeper.spawn_php(&site_name(site)).await),
+                (FailureKind::Invalid, 302),
+                "{site}"
+            );
         }
     });
 }
@@ -103,7 +107,9 @@ fn its_sites_scripts_only() {
         std::fs::write(path, code).unwrap();
         world.own(path, ALICE);
     }
-    std::os::unix::fs::symlink(&outside[1], www.join("link.php")).unwrap();
+    std::os::unix::fs::symlink(&outside[0], www.join("link.php")).unwrap();
+    // Her own, in her home: as any link to her own files is.
+    std::os::unix::fs::symlink(&outside[1], www.join("own.php")).unwrap();
     let more = world.home("alice").join("more");
     std::fs::create_dir(&more).unwrap();
     std::fs::write(more.join("y.php"), code).unwrap();
@@ -139,7 +145,9 @@ fn its_sites_scripts_only() {
             php.guard.end().await.unwrap();
         }
         let mut php = Php::start(&keeper).await;
-        assert_eq!(php.say(&named(&within("x.php"))).await.as_deref(), Some("RAN"));
+        for script in ["x.php", "own.php"] {
+            assert_eq!(php.say(&named(&within(script))).await.as_deref(), Some("RAN"), "{script}");
+        }
         // The same worker for the tenant's other site: that one's scripts, and no longer the first one's.
         keeper.enter(php.guard.id(), &site_name("more"), &Confinement::default()).await.unwrap();
         assert_eq!(php.say(&named(&text(&more.join("y.php")))).await.as_deref(), Some("RAN"));
@@ -210,19 +218,19 @@ pub struct Php {
 }
 
 impl Php {
-    async fn start(keeper: &Keeper) -> Self {
+    async fn start(keeper: &KeeperClient) -> Self {
         Self::start_for(keeper, "php").await
     }
 
     /// For this site of hers.
-    pub async fn start_for(keeper: &Keeper, site: &str) -> Self {
+    pub async fn start_for(keeper: &KeeperClient, site: &str) -> Self {
         let worker = keeper.spawn_php(&site_name(site)).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
         Self { stream, guard: worker.guard, cell: worker.cell }
     }
 
     /// Another one once this has ended: a tenant has so many and no more.
-    async fn replace(self, keeper: &Keeper) -> Self {
+    async fn replace(self, keeper: &KeeperClient) -> Self {
         drop(self);
         let started = async {
             loop {

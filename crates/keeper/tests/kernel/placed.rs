@@ -10,12 +10,12 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::feed::{Down, Question, Up};
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_cmdb::record::{NodeRecord, Placement, Why};
-use nagaya_cmdb::{Change, NodeName};
-use nagaya_keeper::client::{ClientError, Keeper};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::feed::{FeedQuery, FromSupervisor, ToSupervisor};
+use nagaya_records::instance::{InstanceCommand, Tier};
+use nagaya_records::record::{NodeRecord, Placement, PlacementReason};
+use nagaya_records::{NodeName, RecordChange};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
@@ -117,13 +117,13 @@ fn clock(site: &str, more: Value) -> Value {
     record
 }
 
-fn placement(site: &str, node: &str, epoch: u64) -> Change {
-    Change::PutPlacement(Placement {
+fn placement(site: &str, node: &str, epoch: u64) -> RecordChange {
+    RecordChange::PutPlacement(Placement {
         site: site_name(site),
         node: NodeName::new(node).unwrap(),
         epoch,
         since_ms: 0,
-        why: Why::First,
+        why: PlacementReason::First,
         wait_ms: 0,
         node_epoch: 0,
         copies: Vec::new(),
@@ -137,7 +137,7 @@ fn place(world: &World, site: &str, node: &str, epoch: u64) {
 /// For so long from now. Returns until when.
 fn authority(world: &World, for_ms: u64) -> u64 {
     let until_ns = boottime_ns() + for_ms * MS;
-    world.tell(&Down::Authority { until_ns });
+    world.tell(&FromSupervisor::Authority { until_ns });
     until_ns
 }
 
@@ -174,7 +174,7 @@ async fn renewing<T>(world: &World, for_ms: u64, start: impl Future<Output = T>)
 }
 
 fn status(world: &World) -> Value {
-    let status: Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
+    let status: Value = serde_json::from_str(&world.ask(FeedQuery::Status)).unwrap();
     status["cluster"].clone()
 }
 
@@ -201,13 +201,17 @@ async fn until_time(then: u64) {
     until_so(|| boottime_ns() >= then).await;
 }
 
-async fn use_once(keeper: &Keeper, site: &str) -> String {
+async fn use_once(keeper: &KeeperClient, site: &str) -> String {
     run_of(keeper, site).await
 }
 
-async fn refused_elsewhere(keeper: &Keeper, site: &str, epoch: Option<u64>) -> (Option<String>, Option<u64>) {
+async fn refused_elsewhere(
+    keeper: &KeeperClient,
+    site: &str,
+    epoch: Option<u64>,
+) -> (Option<String>, Option<u64>) {
     match keeper.use_instance(&site_name(site), epoch).await {
-        Err(ClientError::Elsewhere { node, epoch, message }) => {
+        Err(KeeperCallError::Elsewhere { node, epoch, message }) => {
             assert!(message.contains(site), "{message}");
             (node.map(|node| node.to_string()), epoch)
         }
@@ -223,14 +227,14 @@ fn only_where_placed() {
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (None, None), "it is placed nowhere");
         place(&world, "app", "b", 3);
         assert_eq!(refused_elsewhere(&keeper, "app", Some(3)).await, (Some("b".into()), Some(3)));
-        for act in [Act::Wake, Act::Image] {
+        for act in [InstanceCommand::Wake, InstanceCommand::Image] {
             let row = world.act("app", act);
             assert!(row["error"].is_string(), "{row}");
         }
         assert!(last_tick(&world, "app").is_none(), "nothing of it ever ran");
         place(&world, "app", "a", 4);
         use_once(&keeper, "app").await;
-        world.apply(vec![Change::DropPlacement(site_name("app"))]);
+        world.apply(vec![RecordChange::DropPlacement(site_name("app"))]);
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (None, None));
     });
 }
@@ -266,11 +270,11 @@ fn nothing_before_authority() {
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
         let refused = refusal(keeper.use_instance(&site_name("app"), Some(1)).await);
-        assert_eq!(refused, (Failure::Fenced, 361));
+        assert_eq!(refused, (FailureKind::Fenced, 361));
         assert!(last_tick(&world, "app").is_none(), "nothing of it ever ran");
         // One that has passed already is none.
-        world.tell(&Down::Authority { until_ns: boottime_ns() - MS });
-        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        world.tell(&FromSupervisor::Authority { until_ns: boottime_ns() - MS });
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (FailureKind::Fenced, 361));
         authority_for_long(&world);
         until_so(|| last_tick(&world, "app").is_some()).await;
     });
@@ -296,7 +300,10 @@ fn stops_in_time() {
             println!("stopped {late:?} after its time");
             assert!(late < LATE_MAX, "{late:?}");
             until_fenced(&world, true).await;
-            assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+            assert_eq!(
+                refusal(keeper.use_instance(&site_name("app"), None).await),
+                (FailureKind::Fenced, 361)
+            );
             let now = boottime_ns();
             authority_that_holds(&world, SHORT_MS);
             until_ticks_after(&world, "app", now).await;
@@ -347,7 +354,7 @@ fn fifty_stop() {
                 tokio::task::spawn_local(async move {
                     while let Err(error) = keeper.use_instance(&site, None).await {
                         assert!(
-                            matches!(error, ClientError::Refused { failure: Failure::Fenced, .. }),
+                            matches!(error, KeeperCallError::Refused { failure: FailureKind::Fenced, .. }),
                             "{error:?}"
                         );
                     }
@@ -381,11 +388,11 @@ fn rests_stay() {
     world.run(async |keeper| {
         let run = use_once(&keeper, "app").await;
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         let last = last_tick(&world, "app");
         assert!(last.is_some());
         // It never becomes less: so another keeper's life is needed for a fence. Here the run itself is looked at.
-        world.tell(&Down::Authority { until_ns: 1 });
+        world.tell(&FromSupervisor::Authority { until_ns: 1 });
         assert_eq!(last_tick(&world, "app"), last);
         assert_eq!(use_once(&keeper, "app").await, run);
     });
@@ -394,7 +401,7 @@ fn rests_stay() {
     world.run(async |keeper| {
         let run = renewed(&world, use_once(&keeper, "app")).await;
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         until_fenced(&world, true).await;
         let last = last_tick(&world, "app");
         authority_for_long(&world);
@@ -415,14 +422,14 @@ fn moves_away() {
         place(&world, "app", "b", 2);
         all.iter().copied().for_each(wait_dead);
         let lost = keeper.connect_instance(used.guard.id()).await;
-        assert_eq!(refusal(lost).0, Failure::NotFound);
+        assert_eq!(refusal(lost).0, FailureKind::NotFound);
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("b".into()), Some(2)));
         // Back again, and frozen.
         place(&world, "app", "a", 3);
         renewed(&world, use_once(&keeper, "app")).await;
         drop(used);
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         let all = pids(&world, "app");
         place(&world, "app", "b", 4);
         all.into_iter().for_each(wait_dead);
@@ -447,7 +454,7 @@ fn authority_behind_a_move() {
         let last = last_tick(&world, "app").unwrap();
         let all = pids(&world, "app");
         // The move is read, and holds only with the commit, which does not come yet.
-        world.tell(&Down::Apply(vec![placement("app", "b", 2)]));
+        world.tell(&FromSupervisor::Apply(vec![placement("app", "b", 2)]));
         authority_for_long(&world);
         until_fenced(&world, false).await;
         let now = boottime_ns();
@@ -470,7 +477,7 @@ fn fenced_start() {
     authority_that_holds(&world, 1000);
     world.run(async |keeper| {
         // It stands still for a moment and goes on.
-        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (FailureKind::Fenced, 361));
         authority(&world, 1);
         let state = show(&world, "app")["state"].clone();
         assert!(["queued", "starting"].contains(&state.as_str().unwrap_or_default()), "{state}");
@@ -483,7 +490,7 @@ fn fenced_start() {
     place(&world, "app", "a", 1);
     authority_that_holds(&world, 1500);
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (FailureKind::Fenced, 361));
         // For so long that it is given up.
         until_so(|| show(&world, "app")["state"] == "idle").await;
         assert!(pids(&world, "app").is_empty());
@@ -497,9 +504,9 @@ fn fenced_start() {
 fn copies() {
     let world = world(&["app"]);
     authority_for_long(&world);
-    let Change::PutPlacement(alone) = placement("app", "a", 1) else { unreachable!() };
+    let RecordChange::PutPlacement(alone) = placement("app", "a", 1) else { unreachable!() };
     let name = |name: &str| NodeName::new(name).unwrap();
-    let put = |placement: &Placement| world.apply(vec![Change::PutPlacement(placement.clone())]);
+    let put = |placement: &Placement| world.apply(vec![RecordChange::PutPlacement(placement.clone())]);
     put(&alone);
     world.run(async |keeper| {
         let run = use_once(&keeper, "app").await;
@@ -512,7 +519,7 @@ fn copies() {
         assert_eq!(use_once(&keeper, "app").await, run);
         // The other one is left alone with it.
         let all = pids(&world, "app");
-        let lost = ready.without(&name("a"), 0, Why::Silent).unwrap();
+        let lost = ready.without(&name("a"), 0, PlacementReason::Silent).unwrap();
         put(&lost);
         all.into_iter().for_each(wait_dead);
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("b".into()), Some(4)));
@@ -521,11 +528,11 @@ fn copies() {
         put(&back);
         drop(keeper.use_instance(&site_name("app"), Some(5)).await.unwrap());
         let run = use_once(&keeper, "app").await;
-        let moved = back.moved(&name("b"), name("c"), 0, Why::Load, 0).unwrap();
+        let moved = back.moved(&name("b"), name("c"), 0, PlacementReason::Load, 0).unwrap();
         put(&moved);
         assert_eq!(use_once(&keeper, "app").await, run);
         let all = pids(&world, "app");
-        put(&moved.without(&name("a"), 0, Why::Load).unwrap());
+        put(&moved.without(&name("a"), 0, PlacementReason::Load).unwrap());
         all.into_iter().for_each(wait_dead);
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("c".into()), Some(7)));
     });
@@ -536,13 +543,14 @@ fn given_up() {
     authority_for_long(&world);
     world.apply(vec![placement("app", "a", 1), placement("idle", "a", 1)]);
     world.run(async |keeper| {
-        let never_ran = world.act("idle", Act::Release { within_ms: 0 });
+        let never_ran = world.act("idle", InstanceCommand::Release { within_ms: 0 });
         assert_eq!(never_ran, json!({"ok": true, "epoch": 1, "cut": 0}));
         // Who uses it may end that.
         let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
         let all = pids(&world, "app");
-        let question = Question::Instance { site: "app".into(), act: Act::Release { within_ms: 60_000 } };
-        world.tell(&Down::Ask { tag: 9, question });
+        let question =
+            FeedQuery::Instance { site: "app".into(), act: InstanceCommand::Release { within_ms: 60_000 } };
+        world.tell(&FromSupervisor::Ask { tag: 9, question });
         // Nobody else gets it meanwhile, as soon as the question is there.
         until_asked(&keeper, "app").await;
         assert!(all.iter().all(|pid| is_alive(*pid)));
@@ -550,7 +558,7 @@ fn given_up() {
         drop(used);
         until_so(|| !all.iter().any(|pid| is_alive(*pid))).await;
         match world.hear() {
-            Up::Answer { tag: 9, text } => assert_eq!(text, r#"{"cut":0,"epoch":1,"ok":true}"#),
+            ToSupervisor::Answer { tag: 9, text } => assert_eq!(text, r#"{"cut":0,"epoch":1,"ok":true}"#),
             other => panic!("{other:?}"),
         }
         assert_eq!(refused_elsewhere(&keeper, "app", Some(1)).await, (Some("a".into()), Some(1)));
@@ -561,7 +569,7 @@ fn given_up() {
         let used = keeper.use_instance(&site_name("app"), Some(2)).await.unwrap();
         let all = pids(&world, "app");
         assert_eq!(
-            world.act("app", Act::Release { within_ms: 100 }),
+            world.act("app", InstanceCommand::Release { within_ms: 100 }),
             json!({"ok": true, "epoch": 2, "cut": 1})
         );
         assert!(!all.iter().any(|pid| is_alive(*pid)));
@@ -575,7 +583,7 @@ fn given_up() {
 }
 
 /// Returns once nobody gets it any more.
-async fn until_asked(keeper: &Keeper, site: &str) {
+async fn until_asked(keeper: &KeeperClient, site: &str) {
     while keeper.use_instance(&site_name(site), None).await.is_ok() {
         tokio::task::yield_now().await;
     }
@@ -609,18 +617,18 @@ fn removed_node() {
     let world = world(&["app"]);
     let record = json!({"name": "a", "id": "1", "peer": "10.0.0.1:7443", "cpus": 1, "memory_bytes": 1, "version": "1"});
     let record: NodeRecord = serde_json::from_value(record).unwrap();
-    world.apply(vec![Change::PutNode(Box::new(record.clone())), placement("app", "a", 1)]);
+    world.apply(vec![RecordChange::PutNode(Box::new(record.clone())), placement("app", "a", 1)]);
     authority_for_long(&world);
     world.run(async |keeper| {
         let lease = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
         until_so(|| last_tick(&world, "app").is_some()).await;
         let all = pids(&world, "app");
-        world.apply(vec![Change::DropNode(record.name.clone())]);
+        world.apply(vec![RecordChange::DropNode(record.name.clone())]);
         all.into_iter().for_each(wait_dead);
         drop(lease);
         assert_eq!(refused_elsewhere(&keeper, "app", Some(1)).await.0, None, "it does not know where");
         // It joins again.
-        world.apply(vec![Change::PutNode(Box::new(record)), placement("app", "a", 3)]);
+        world.apply(vec![RecordChange::PutNode(Box::new(record)), placement("app", "a", 3)]);
         keeper.use_instance(&site_name("app"), Some(3)).await.unwrap();
     });
 }
@@ -652,7 +660,7 @@ fn warden_sleeps() {
     world.run(async |_| {
         // A time that has passed, one that passes soon, and both again once there was authority.
         for _ in 0..2 {
-            world.tell(&Down::Authority { until_ns: boottime_ns() - MS });
+            world.tell(&FromSupervisor::Authority { until_ns: boottime_ns() - MS });
             assert_eq!(status(&world)["fenced"], true);
             until_so(sleeps).await;
             authority_that_holds(&world, 200);

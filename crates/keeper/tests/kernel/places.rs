@@ -7,8 +7,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::cell::{
-    CellName, Confinement, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
+use nagaya_records::cell::{
+    CellName, CellScope, CgroupController, Confinement, CpuQuota, Device, IoLimit, LimitSet, NamedCell,
 };
 use serde_json::json;
 
@@ -34,17 +34,17 @@ fn none() -> Confinement {
     Confinement::default()
 }
 
-fn own(limits: Limits) -> Confinement {
+fn own(limits: LimitSet) -> Confinement {
     Confinement { limits, ..none() }
 }
 
-fn named(name: &str, controllers: &[Controller], limits: Limits) -> NamedCell {
+fn named(name: &str, controllers: &[CgroupController], limits: LimitSet) -> NamedCell {
     let name = CellName::parse(name).unwrap();
-    NamedCell { name, scope: Scope::Node, controllers: controllers.to_vec(), limits: Some(limits) }
+    NamedCell { name, scope: CellScope::Node, controllers: controllers.to_vec(), limits: Some(limits) }
 }
 
-fn quota(thousandths: u32) -> Limits {
-    Limits { cpu: Some(CpuQuota::of_core(thousandths)), ..Limits::default() }
+fn quota(thousandths: u32) -> LimitSet {
+    LimitSet { cpu: Some(CpuQuota::of_core(thousandths)), ..LimitSet::default() }
 }
 
 fn world() -> World {
@@ -58,9 +58,12 @@ fn two_names() {
     let device: Device = disk.parse().unwrap();
     let pair = |cpu: &str, shares: u32, io: &str, bps: u64| {
         let io_limit = IoLimit { read_bps: Some(bps), ..IoLimit::of(device) };
-        let of_cpu = Limits { cpu_shares: Some(shares), ..Limits::default() };
-        let of_disk = Limits { io: vec![io_limit], ..Limits::default() };
-        let cells = vec![named(cpu, &[Controller::Cpu], of_cpu), named(io, &[Controller::Blkio], of_disk)];
+        let of_cpu = LimitSet { cpu_shares: Some(shares), ..LimitSet::default() };
+        let of_disk = LimitSet { io: vec![io_limit], ..LimitSet::default() };
+        let cells = vec![
+            named(cpu, &[CgroupController::Cpu], of_cpu),
+            named(io, &[CgroupController::Blkio], of_disk),
+        ];
         Confinement { named: cells, ..none() }
     };
     world.run(async |keeper| {
@@ -95,8 +98,12 @@ fn of_tenant() {
     world.run(async |keeper| {
         let reports = |shares| Confinement {
             named: vec![NamedCell {
-                scope: Scope::Tenant,
-                ..named("reports", &Controller::ALL, Limits { cpu_shares: Some(shares), ..Limits::default() })
+                scope: CellScope::Tenant,
+                ..named(
+                    "reports",
+                    &CgroupController::ALL,
+                    LimitSet { cpu_shares: Some(shares), ..LimitSet::default() },
+                )
             }],
             ..none()
         };
@@ -133,7 +140,8 @@ fn shared_disk() {
         // With a limit of its own a request keeps to the smaller of both.
         for (wanted, expected) in [(2_000_000, 2_000_000), (9_000_000, 6_000_000)] {
             let io = vec![IoLimit { read_bps: Some(wanted), ..IoLimit::of(device) }];
-            let (pid, _running) = run_and_pid(&keeper, "cgi", &own(Limits { io, ..Limits::default() })).await;
+            let (pid, _running) =
+                run_and_pid(&keeper, "cgi", &own(LimitSet { io, ..LimitSet::default() })).await;
             let group = groups::of(pid, "blkio");
             assert!(group != tenant && group.starts_with(&tenant), "{}", group.display());
             let expected = if groups::is_v2("blkio") { wanted } else { expected };
@@ -239,10 +247,11 @@ fn cpus() {
         };
         let (pid, _running) = run_and_pid(&keeper, "cgi", &none()).await;
         let all = allowed(pid);
-        let on = |cpus: &str| Limits { cpus: Some(cpus.into()), ..Limits::default() };
+        let on = |cpus: &str| LimitSet { cpus: Some(cpus.into()), ..LimitSet::default() };
         let (pid, _running) = run_and_pid(&keeper, "cgi", &own(on("0"))).await;
         assert_eq!(allowed(pid), "0");
-        let bound = Confinement { named: vec![named("bound", &[Controller::Cpuset], on("0"))], ..none() };
+        let bound =
+            Confinement { named: vec![named("bound", &[CgroupController::Cpuset], on("0"))], ..none() };
         let (pid, _running) = run_and_pid(&keeper, "cgi", &bound).await;
         assert_eq!(allowed(pid), "0");
         // No machine has that one, and the request runs all the same.

@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::Path;
 
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use serde_json::json;
 
 use crate::FoundFact;

@@ -2,9 +2,9 @@
 //!
 //! Not here: which names and variables are accepted (beside `cgi`).
 
-use nagaya_cmdb::cell::Confinement;
-use nagaya_keeper::BackEnd;
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper::CellMechanism;
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::cell::Confinement;
 use serde_json::json;
 
 use crate::Fact;
@@ -23,11 +23,11 @@ pub const ANYONE: &[Fact] = &[
 pub const ROOT: &[Fact] = &[
     ("a program runs under its tenant's uid without other groups", runs_as_tenant),
     ("a program cannot read a private file of another tenant", cannot_read_others),
-    ("a detached daemon ends with its request on cgroup v2", || daemon_ends(BackEnd::CgroupV2)),
-    ("a detached daemon ends with its request on cgroup v1", || daemon_ends(BackEnd::CgroupV1)),
+    ("a detached daemon ends with its request on cgroup v2", || daemon_ends(CellMechanism::CgroupV2)),
+    ("a detached daemon ends with its request on cgroup v1", || daemon_ends(CellMechanism::CgroupV1)),
     ("a daemon left by a program that exits ends with it", daemon_ends_with_exit),
-    ("a fork bomb ends on cgroup v1", || fork_bomb_ends(BackEnd::CgroupV1)),
-    ("a fork bomb ends on cgroup v2", || fork_bomb_ends(BackEnd::CgroupV2)),
+    ("a fork bomb ends on cgroup v1", || fork_bomb_ends(CellMechanism::CgroupV1)),
+    ("a fork bomb ends on cgroup v2", || fork_bomb_ends(CellMechanism::CgroupV2)),
     ("a tenant has so many programs at once and no more", limit_per_tenant),
     ("a tenant with root's uid runs nothing", root_runs_nothing),
     ("a tenant with ids of the system or of nagaya itself runs nothing", system_ids_run_nothing),
@@ -106,21 +106,21 @@ fn only_programs_run() {
     let www = world.home("alice").join("www");
     std::fs::create_dir(www.join("dir.cgi")).unwrap();
     std::os::unix::fs::symlink("/bin/true", www.join("out.cgi")).unwrap();
+    // Out of the root and in again is the tenant's own file as any other.
     std::os::unix::fs::symlink("../www/x.cgi", www.join("back.cgi")).unwrap();
     let world = world.start();
     world.run(async |keeper| {
         let cgi = site_name("cgi");
         for (script, want) in [
-            ("none.cgi", (Failure::NotFound, 305)),
-            ("x.cgi/more.cgi", (Failure::NotFound, 305)),
-            ("plain.cgi", (Failure::Forbidden, 305)),
-            ("dir.cgi", (Failure::Forbidden, 305)),
-            ("out.cgi", (Failure::Forbidden, 305)),
-            ("back.cgi", (Failure::Forbidden, 305)),
-            ("../www/x.cgi", (Failure::Invalid, 304)),
-            ("/bin/true", (Failure::Invalid, 304)),
-            ("no-interpreter.cgi", (Failure::Broken, 308)),
-            ("lost.cgi", (Failure::Broken, 308)),
+            ("none.cgi", (FailureKind::NotFound, 305)),
+            ("x.cgi/more.cgi", (FailureKind::NotFound, 305)),
+            ("plain.cgi", (FailureKind::Forbidden, 305)),
+            ("dir.cgi", (FailureKind::Forbidden, 305)),
+            ("out.cgi", (FailureKind::Forbidden, 305)),
+            ("../www/x.cgi", (FailureKind::Invalid, 304)),
+            ("/bin/true", (FailureKind::Invalid, 304)),
+            ("no-interpreter.cgi", (FailureKind::Broken, 308)),
+            ("lost.cgi", (FailureKind::Broken, 308)),
         ] {
             assert_eq!(
                 refusal(keeper.spawn_cgi(&cgi, script, Vec::new(), &Confinement::default()).await),
@@ -131,16 +131,18 @@ fn only_programs_run() {
         let env = vec![("LD_PRELOAD".into(), "x".into())];
         assert_eq!(
             refusal(keeper.spawn_cgi(&cgi, "x.cgi", env, &Confinement::default()).await),
-            (Failure::Invalid, 306)
+            (FailureKind::Invalid, 306)
         );
         let unknown = site_name("nowhere");
         assert_eq!(
             refusal(keeper.spawn_cgi(&unknown, "x.cgi", Vec::new(), &Confinement::default()).await),
-            (Failure::NotFound, 301)
+            (FailureKind::NotFound, 301)
         );
-        // After all that, nothing runs and a good one still does.
-        let process = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
-        assert_eq!(read_all(process.stdout).await, "no\n");
+        // After all that, nothing runs and good ones still do.
+        for script in ["x.cgi", "back.cgi"] {
+            let process = keeper.spawn_cgi(&cgi, script, Vec::new(), &Confinement::default()).await.unwrap();
+            assert_eq!(read_all(process.stdout).await, "no\n", "{script}");
+        }
     });
 }
 
@@ -181,7 +183,7 @@ fn cannot_read_others() {
 /// Forks, leaves its session, ignores signals, closes everything: the classic daemon.
 const DAEMON: &str = r"setsid sh -c 'trap : HUP TERM INT; echo $$; exec >/dev/null 2>&1 </dev/null; while :; do sleep 1000; done' &";
 
-fn daemon_ends(fence: BackEnd) {
+fn daemon_ends(fence: CellMechanism) {
     let world = World::new().fenced(fence).with_cgi(&format!("{DAEMON}\nexec sleep 1000")).start();
     world.run(async |keeper| {
         assert_eq!(fence_of(&keeper.status().await.unwrap()), json!(fence));
@@ -209,7 +211,7 @@ fn daemon_ends_with_exit() {
     });
 }
 
-fn fork_bomb_ends(fence: BackEnd) {
+fn fork_bomb_ends(fence: CellMechanism) {
     // Forty shells that fork as fast as they can, so that there is always one being born.
     let script = "echo go; f() { while :; do ( : ) & wait $!; done; }; i=0; while [ $i -lt 40 ]; do f & i=$((i+1)); done; wait";
     let world = World::new().fenced(fence).with_cgi(script).start();
@@ -237,7 +239,7 @@ fn limit_per_tenant() {
         let _second = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
         assert_eq!(
             refusal(keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await),
-            (Failure::Busy, 307)
+            (FailureKind::Busy, 307)
         );
         first.guard.end().await.unwrap();
         let third = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
@@ -255,8 +257,8 @@ fn root_runs_nothing() {
     let world = world.start();
     world.run(async |keeper| {
         let spawned = keeper.spawn_cgi(&site_name("r"), "x.cgi", Vec::new(), &Confinement::default()).await;
-        assert_eq!(refusal(spawned), (Failure::Forbidden, 314));
-        assert_eq!(refusal(keeper.open_root(&site_name("r")).await), (Failure::Forbidden, 314));
+        assert_eq!(refusal(spawned), (FailureKind::Forbidden, 314));
+        assert_eq!(refusal(keeper.open_root(&site_name("r")).await), (FailureKind::Forbidden, 314));
     });
 }
 
@@ -282,7 +284,7 @@ fn system_ids_run_nothing() {
     world.run(async |keeper| {
         for name in ["daemon", "disk", "nobody", "edge", "admins"] {
             let refused = refusal(keeper.open_root(&site_name(name)).await);
-            assert_eq!(refused, (Failure::Forbidden, 314), "{name}");
+            assert_eq!(refused, (FailureKind::Forbidden, 314), "{name}");
         }
         // It has bob's home, which it may not look into: that is what is said of it.
         let refused = refusal(keeper.open_root(&site_name("allowed")).await);
@@ -291,7 +293,9 @@ fn system_ids_run_nothing() {
 }
 
 /// A program that its guard's dropping, not a call, ends.
-pub async fn sleeper(keeper: &nagaya_keeper::client::Keeper) -> (i32, nagaya_keeper::client::ProcessGuard) {
+pub async fn sleeper(
+    keeper: &nagaya_keeper_api::client::KeeperClient,
+) -> (i32, nagaya_keeper_api::client::ProcessGuard) {
     let process = run_cgi(keeper).await;
     let pid = read_line(&mut pipe(process.stdout)).await.parse().unwrap();
     assert!(is_alive(pid));

@@ -5,8 +5,8 @@
 
 use std::fs;
 
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier};
 use rustix::io::Errno;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -55,7 +55,7 @@ fn world() -> World {
 }
 
 /// It has answered, and goes first no more.
-async fn wake(world: &World, keeper: &Keeper, site: &str) -> String {
+async fn wake(world: &World, keeper: &KeeperClient, site: &str) -> String {
     let used = keeper.use_instance(&site_name(site), None).await.unwrap();
     let run = get(&used, "/").await.split(' ').next().unwrap().to_owned();
     keeper.answered(used.guard.id());
@@ -65,7 +65,7 @@ async fn wake(world: &World, keeper: &Keeper, site: &str) -> String {
 }
 
 /// The same, and all its threads run on one processor from now on, the same for all sites.
-async fn start(world: &World, keeper: &Keeper, site: &str) -> String {
+async fn start(world: &World, keeper: &KeeperClient, site: &str) -> String {
     let run = wake(world, keeper, site).await;
     let mine = sched_getaffinity(None).unwrap();
     let mut one = CpuSet::new();
@@ -97,7 +97,7 @@ async fn received<const N: usize>(world: &World, sites: [&str; N]) -> [u64; N] {
 
 async fn rest(world: &World, site: &str, to: Tier) {
     until_idle(world, site).await;
-    let row = world.act(site, Act::Rest { to: Some(to) });
+    let row = world.act(site, InstanceCommand::Rest { to: Some(to) });
     assert_eq!(row["tier"], to.as_str(), "{row}");
 }
 
@@ -112,7 +112,7 @@ fn gives_way() {
         let [got] = received(&world, ["app"]).await;
         assert!(got < WORK_US / 10, "{got} us");
         // Nobody else wants it.
-        world.act("victim", Act::Stop);
+        world.act("victim", InstanceCommand::Stop);
         let before = cpu_us(&world, "app");
         until_so(|| cpu_us(&world, "app") > before + WORK_US / 3).await;
         assert_eq!(show(&world, "app")["tier"], "quiet");
@@ -153,7 +153,7 @@ fn others_keep_theirs() {
             rest(&world, "other", Tier::Quiet).await;
             let [app, other] = received(&world, ["app", "other"]).await;
             assert!(app + other < WORK_US / 10, "{app} us beside {other} us");
-            world.act("other", Act::Stop);
+            world.act("other", InstanceCommand::Stop);
             let [app] = received(&world, ["app"]).await;
             assert!(app < WORK_US / 10, "{app} us");
         }
@@ -170,7 +170,7 @@ fn stops_all_the_same() {
         assert_eq!(received(&world, ["app"]).await, [0]);
         wake(&world, &keeper, "app").await;
         rest(&world, "app", Tier::Quiet).await;
-        assert_eq!(world.act("app", Act::Stop)["tier"], "cold");
+        assert_eq!(world.act("app", InstanceCommand::Stop)["tier"], "cold");
         // The next one in its cell is not quiet.
         start(&world, &keeper, "app").await;
         let [got] = received(&world, ["app"]).await;

@@ -8,12 +8,12 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_cmdb::feed::{Down, Question, Up};
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_cmdb::record::Change;
-use nagaya_keeper::BackEnd;
-use nagaya_keeper::client::{InstanceUse, Keeper};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper::CellMechanism;
+use nagaya_keeper_api::client::{InstanceUse, KeeperClient};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::feed::{FeedQuery, FromSupervisor, ToSupervisor};
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
+use nagaya_records::record::RecordChange;
 use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::{Value, json};
@@ -45,9 +45,9 @@ pub const ROOT: &[Fact] = &[
     ("a keeper whose launcher of sandboxes was killed ends, and all instances with it", killed_launcher),
     ("what waits to become a sandbox is bounded, can be killed, and ends with its killed keeper", births),
     ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
-    ("what is frozen is no hindrance to a keeper that ends", || frozen_at_the_end(BackEnd::Auto)),
+    ("what is frozen is no hindrance to a keeper that ends", || frozen_at_the_end(CellMechanism::Auto)),
     ("what is frozen is no hindrance to a keeper that ends on cgroup v1", || {
-        frozen_at_the_end(BackEnd::CgroupV1)
+        frozen_at_the_end(CellMechanism::CgroupV1)
     }),
 ];
 
@@ -127,13 +127,13 @@ pub async fn get(used: &InstanceUse, path: &str) -> String {
 }
 
 /// Which run of the program answers.
-pub async fn run_of(keeper: &Keeper, site: &str) -> String {
+pub async fn run_of(keeper: &KeeperClient, site: &str) -> String {
     let used = keeper.use_instance(&site_name(site), None).await.unwrap();
     get(&used, "/").await.split(' ').next().unwrap().to_owned()
 }
 
 pub fn show(world: &World, site: &str) -> Value {
-    world.act(site, Act::Inspect)
+    world.act(site, InstanceCommand::Inspect)
 }
 
 pub fn pids(world: &World, site: &str) -> Vec<i32> {
@@ -155,7 +155,7 @@ pub async fn until_idle(world: &World, site: &str) {
 }
 
 fn rest(world: &World, to: Tier) -> Value {
-    world.act("app", Act::Rest { to: Some(to) })
+    world.act("app", InstanceCommand::Rest { to: Some(to) })
 }
 
 pub fn has_swap() -> bool {
@@ -176,7 +176,7 @@ fn answers_from_each_tier() {
             let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             let wake = used.wake.clone().unwrap();
             assert_eq!(wake.from, expected);
-            assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Thaw), "{wake:?}");
+            assert!(wake.stages.iter().any(|(stage, _)| *stage == WakeStage::Thaw), "{wake:?}");
             assert!(get(&used, "/").await.starts_with(&first), "the same run");
             assert_eq!(show(&world, "app")["tier"], "running");
             // Awake it is nobody's wait.
@@ -221,7 +221,7 @@ fn costs_are_measured() {
         keeper.answered(used.guard.id());
         until_so(|| cost("app", "cold")["return_of"] == "own").await;
         let waits = used.wake.unwrap().stages.into_iter();
-        let own = waits.filter(|(stage, _)| !matches!(stage, Stage::Queue | Stage::Connect));
+        let own = waits.filter(|(stage, _)| !matches!(stage, WakeStage::Queue | WakeStage::Connect));
         let (own, start): (u64, _) = (own.map(|(_, us)| us).sum(), cost("app", "cold")["return_us"].as_u64());
         assert!(start.is_some_and(|start| start > own), "{own} and the answer: {start:?}");
     });
@@ -253,7 +253,7 @@ fn rests_is_known() {
         until_so(|| show(&world, "late")["state"] == "starting").await;
         assert!(!rests("late"));
         waking.await.unwrap();
-        world.apply(vec![Change::DropSite(site_name("app"))]);
+        world.apply(vec![RecordChange::DropSite(site_name("app"))]);
         assert!(rests("app") && !rests("late"));
         world.kill();
         until_so(|| rests("late")).await;
@@ -340,9 +340,9 @@ fn goes_down_alone() {
         assert!(pids(&world, "app").is_empty());
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let wake = used.wake.clone().unwrap();
-        let stages: Vec<Stage> = wake.stages.iter().map(|(stage, _)| *stage).collect();
+        let stages: Vec<WakeStage> = wake.stages.iter().map(|(stage, _)| *stage).collect();
         assert_eq!(wake.from, Tier::Cold);
-        assert!(stages.contains(&Stage::Boot) && stages.contains(&Stage::Sandbox), "{wake:?}");
+        assert!(stages.contains(&WakeStage::Boot) && stages.contains(&WakeStage::Sandbox), "{wake:?}");
     });
 }
 
@@ -374,7 +374,7 @@ fn dies_at_rest() {
         let first = run_of(&keeper, "app").await;
         for tier in [Tier::Quiet, Tier::Frozen] {
             until_idle(&world, "app").await;
-            world.act("app", Act::Stop);
+            world.act("app", InstanceCommand::Stop);
             let before = run_of(&keeper, "app").await;
             until_idle(&world, "app").await;
             rest(&world, tier);
@@ -399,7 +399,7 @@ fn dies_at_rest() {
 }
 
 /// The death may become known only while a request is under way, which the edge then asks for again.
-async fn answer_of_living(keeper: &Rc<Keeper>) -> String {
+async fn answer_of_living(keeper: &Rc<KeeperClient>) -> String {
     loop {
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let socket = used.socket.try_clone().unwrap();
@@ -461,7 +461,7 @@ fn in_turn() {
             .collect();
         let mut most = 0;
         until_so(|| {
-            let list: Value = serde_json::from_str(&world.ask(Question::Instances)).unwrap();
+            let list: Value = serde_json::from_str(&world.ask(FeedQuery::Instances)).unwrap();
             let rows = list["instances"].as_array().unwrap();
             let starting = rows.iter().filter(|row| row["state"] == "starting").count();
             most = most.max(starting);
@@ -473,7 +473,7 @@ fn in_turn() {
         for one in asking {
             let (answer, wake) = one.await.unwrap();
             runs.insert(answer.split(' ').next().unwrap().to_owned());
-            let has_waited = wake.stages.iter().any(|(stage, us)| *stage == Stage::Queue && *us > 5_000);
+            let has_waited = wake.stages.iter().any(|(stage, us)| *stage == WakeStage::Queue && *us > 5_000);
             assert!(!has_waited || wake.predicted_us.is_some(), "{wake:?}");
             predicted += usize::from(wake.predicted_us.is_some());
         }
@@ -509,7 +509,7 @@ fn late_starts() {
         // One that ends makes room for the next of its tenant.
         let is_starting = |site: &&String| show(&world, site)["state"] == "starting";
         let first = sleeping.iter().find(is_starting).unwrap();
-        world.act(first, Act::Stop);
+        world.act(first, InstanceCommand::Stop);
         until_so(|| states() == (4, 1)).await;
         asked.iter().chain([&slowed]).for_each(|task| task.abort());
     });
@@ -522,7 +522,7 @@ fn always_runs() {
         let first = run_of(&keeper, "app").await;
         until_idle(&world, "app").await;
         assert!(rest(&world, Tier::Cold)["error"].as_str().unwrap().contains("min = 1"));
-        world.act("app", Act::Stop);
+        world.act("app", InstanceCommand::Stop);
         until_at(&world, "app", "running").await;
         assert_ne!(run_of(&keeper, "app").await, first);
         world.apply(vec![crate::world::site_change("app", "alice", app("", json!({})), json!({}))]);
@@ -535,10 +535,10 @@ fn never_ready() {
     let world = world("", json!({"ready": {"path": "/hang", "within_seconds": 1}})).start();
     world.run(async |keeper| {
         let asked = keeper.use_instance(&site_name("app"), None).await;
-        assert_eq!(refusal(asked), (Failure::Broken, 320));
+        assert_eq!(refusal(asked), (FailureKind::Broken, 320));
         assert!(pids(&world, "app").is_empty(), "nothing of it is left");
         let again = keeper.use_instance(&site_name("app"), None).await;
-        assert_eq!(refusal(again), (Failure::Busy, 311));
+        assert_eq!(refusal(again), (FailureKind::Busy, 311));
         let row = show(&world, "app");
         assert_eq!((&row["failures"], &row["state"]), (&json!(1), &json!("failed")), "{row}");
         assert!(row["note"].as_str().unwrap().contains("/hang"), "{row}");
@@ -550,7 +550,7 @@ fn listens_late() {
     world.run(async |keeper| {
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let wake = used.wake.clone().unwrap();
-        let boot = wake.stages.iter().find(|(stage, _)| *stage == Stage::Boot).unwrap().1;
+        let boot = wake.stages.iter().find(|(stage, _)| *stage == WakeStage::Boot).unwrap().1;
         assert!(boot >= 500_000, "{wake:?}");
         assert!(get(&used, "/").await.split(' ').nth(1) == Some("2"), "the first was nagaya's own");
     });
@@ -561,10 +561,10 @@ fn ignores_sigterm() {
     world.run(async |keeper| {
         run_of(&keeper, "app").await;
         let all = pids(&world, "app");
-        let row = world.act("app", Act::Stop);
+        let row = world.act("app", InstanceCommand::Stop);
         assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("cold")), "{row}");
         all.into_iter().for_each(wait_dead);
-        let lines = world.act("app", Act::Logs)["lines"].clone();
+        let lines = world.act("app", InstanceCommand::Logs)["lines"].clone();
         assert_eq!(lines, json!(["it is here", "asked /"]), "what it wrote is kept");
     });
 }
@@ -590,7 +590,7 @@ fn foreign_secret() {
     let world = world.start();
     world.run(async |keeper| {
         let asked = keeper.use_instance(&site_name("app"), None).await;
-        assert_eq!(refusal(asked), (Failure::Forbidden, 319));
+        assert_eq!(refusal(asked), (FailureKind::Forbidden, 319));
     });
 }
 
@@ -646,14 +646,14 @@ fn births() {
         let mut first = run_of(&keeper, "app").await;
         for _ in 0..3 {
             let births = all_wait().await;
-            world.act("app", Act::Stop);
+            world.act("app", InstanceCommand::Stop);
             // All but the one that is next; the start after that finds out, and begins another.
             births.iter().skip(1).copied().for_each(kill);
             births.iter().skip(1).copied().for_each(wait_dead);
             let another = run_of(&keeper, "app").await;
             assert_ne!(another, first);
             first = another;
-            world.act("app", Act::Stop);
+            world.act("app", InstanceCommand::Stop);
             run_of(&keeper, "app").await;
         }
         all_wait().await
@@ -682,7 +682,7 @@ fn kill(pid: i32) {
 }
 
 fn frozen_on_v1() {
-    let world = world("busy", json!({})).fenced(BackEnd::CgroupV1).start();
+    let world = world("busy", json!({})).fenced(CellMechanism::CgroupV1).start();
     world.run(async |keeper| {
         let first = run_of(&keeper, "app").await;
         until_idle(&world, "app").await;
@@ -696,12 +696,16 @@ fn frozen_on_v1() {
         assert_eq!(run_of(&keeper, "app").await, first);
         until_idle(&world, "app").await;
         rest(&world, Tier::Frozen);
-        assert_eq!(world.act("app", Act::Stop)["tier"], "cold", "what is frozen ends like others");
+        assert_eq!(
+            world.act("app", InstanceCommand::Stop)["tier"],
+            "cold",
+            "what is frozen ends like others"
+        );
     });
     outlived_by_nothing(&world);
 }
 
-fn frozen_at_the_end(back_end: BackEnd) {
+fn frozen_at_the_end(back_end: CellMechanism) {
     let world = world("busy", json!({})).fenced(back_end).start();
     let all = world.run(async |keeper| {
         run_of(&keeper, "app").await;
@@ -738,15 +742,15 @@ fn with_any_rights() {
 
 fn acts_take_their_time() {
     let world = world("late", json!({})).start();
-    let act = Question::Instance { site: "app".into(), act: Act::Wake };
-    world.tell(&Down::Ask { tag: 9, question: act });
+    let act = FeedQuery::Instance { site: "app".into(), act: InstanceCommand::Wake };
+    world.tell(&FromSupervisor::Ask { tag: 9, question: act });
     // Its answer would be the next to be heard, and not the one that is waited for.
     let state = show(&world, "app")["state"].clone();
     assert!(["queued", "starting"].contains(&state.as_str().unwrap_or_default()), "{state}");
-    let Up::Answer { tag: 9, text } = world.hear() else { panic!("another answer") };
+    let ToSupervisor::Answer { tag: 9, text } = world.hear() else { panic!("another answer") };
     let row: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("running")), "{row}");
-    assert_eq!(world.act("nobody", Act::Wake), Value::Null);
+    assert_eq!(world.act("nobody", InstanceCommand::Wake), Value::Null);
     world.run(async |_| until_idle(&world, "app").await);
 }
 

@@ -9,7 +9,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_keeper::sandbox::{Address, Bind, Program, ROOT_PID, SandboxError, Step};
+use nagaya_keeper::sandbox::{
+    ChildStep, ROOT_PID, SandboxAddress, SandboxBind, SandboxError, SandboxProgram,
+};
 use rustix::process::Signal;
 
 use crate::Fact;
@@ -17,7 +19,7 @@ use crate::scene::{self, Scene, TIMEOUT, launcher, program, python, read_all, ru
 use crate::world::{ALICE, BOB, set_mode};
 
 pub const ROOT: &[Fact] = &[
-    ("a program in a sandbox has its tenant's uid, no rights and a number of its own", who_it_is),
+    ("a program in a sandbox has its tenant's uid, no rights and a number of its own", has_own_ids),
     ("a program in a sandbox sees its own files and a read-only base", its_files),
     ("a sandbox has nothing of other tenants and of the keeper in sight", others_files),
     ("a sandbox shows of the node what programs run on, and no other directory", its_top_level),
@@ -45,7 +47,7 @@ fn tried() {
     nagaya_keeper::sandbox::try_sandbox(launcher()).unwrap();
 }
 
-fn who_it_is() {
+fn has_own_ids() {
     let scene = Scene::new();
     let sandbox = scene.create();
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
@@ -53,7 +55,7 @@ fn who_it_is() {
         print(os.getpid(), os.getppid(), os.getresuid(), os.getresgid(), os.getgroups(), os.uname()[1])\n\
         print(open('/proc/self/status').read())";
     let task = sandbox
-        .run(&Program {
+        .run(&SandboxProgram {
             pid: Some(ROOT_PID),
             stdout: Some(write.as_fd()),
             ..program(&["python3", "-c", code])
@@ -182,15 +184,15 @@ fn not_started() {
     let scene = Scene::new().with_file("script", "no program").with_file("no-interpreter", "#!/no/such\n");
     let sandbox = scene.create();
     let refused = |command: &[&str]| match sandbox.run(&program(command)) {
-        Err(SandboxError::Run { step: Step::Program, error }) => error.raw_os_error().unwrap(),
+        Err(SandboxError::Run { step: ChildStep::Program, error }) => error.raw_os_error().unwrap(),
         other => panic!("{command:?}: {other:?}"),
     };
     assert_eq!(refused(&["no-such-program"]), rustix::io::Errno::NOENT.raw_os_error());
     assert_eq!(refused(&["./script"]), rustix::io::Errno::NOEXEC.raw_os_error());
     assert_eq!(refused(&["./no-interpreter"]), rustix::io::Errno::NOENT.raw_os_error());
     assert_eq!(refused(&["/etc/passwd"]), rustix::io::Errno::ACCESS.raw_os_error());
-    let elsewhere = Program { directory: "/no/such".into(), ..program(&["true"]) };
-    assert!(matches!(sandbox.run(&elsewhere), Err(SandboxError::Run { step: Step::Directory, .. })));
+    let elsewhere = SandboxProgram { directory: "/no/such".into(), ..program(&["true"]) };
+    assert!(matches!(sandbox.run(&elsewhere), Err(SandboxError::Run { step: ChildStep::Directory, .. })));
     assert_eq!(shell(&sandbox, "echo it goes on"), "it goes on");
     let mut spec = scene.spec.clone();
     spec.binds[0].source = "/no/such".into();
@@ -199,7 +201,7 @@ fn not_started() {
     spec.identity.uid = 0;
     assert!(matches!(launcher().create(&spec), Err(SandboxError::Spec(_))));
     spec.identity.uid = ALICE;
-    spec.binds[0] = Bind { target: "/usr/no/such".into(), ..scene.spec.binds[0].clone() };
+    spec.binds[0] = SandboxBind { target: "/usr/no/such".into(), ..scene.spec.binds[0].clone() };
     let refused = launcher().create(&spec).unwrap_err().to_string();
     assert!(refused.contains("/usr/no is missing in the base"), "{refused}");
 }
@@ -238,26 +240,28 @@ fn listens() {
     let path = scene.dir.path().join("listener.sock");
     let listener = sandbox.listener(&path).unwrap();
     // Queued before anybody is there to accept.
-    let early = sandbox.connect(&Address::Listener(path.clone())).unwrap();
+    let early = sandbox.connect(&SandboxAddress::Listener(path.clone())).unwrap();
     let server = ["python3", "-c", HANDED_SERVER];
-    let _handed = sandbox.run(&Program { listener: Some(listener.as_fd()), ..program(&server) }).unwrap();
+    let _handed =
+        sandbox.run(&SandboxProgram { listener: Some(listener.as_fd()), ..program(&server) }).unwrap();
     assert_eq!(talk(early), "handed hello");
-    assert_eq!(talk(sandbox.connect(&Address::Listener(path)).unwrap()), "handed hello");
-    for (argument, address) in
-        [("/run/app.sock", Address::Socket("/run/app.sock".into())), ("8123", Address::Port(8123))]
-    {
+    assert_eq!(talk(sandbox.connect(&SandboxAddress::Listener(path)).unwrap()), "handed hello");
+    for (argument, address) in [
+        ("/run/app.sock", SandboxAddress::Socket("/run/app.sock".into())),
+        ("8123", SandboxAddress::Port(8123)),
+    ] {
         let refused = sandbox.connect(&address).unwrap_err();
         let expected = [std::io::ErrorKind::NotFound, std::io::ErrorKind::ConnectionRefused];
         assert!(expected.contains(&refused.kind()), "{refused}");
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         let command = ["python3", "-c", OWN_SERVER, argument];
-        let _own = sandbox.run(&Program { stdout: Some(write.as_fd()), ..program(&command) }).unwrap();
+        let _own = sandbox.run(&SandboxProgram { stdout: Some(write.as_fd()), ..program(&command) }).unwrap();
         scene::wait_readable(&read);
         assert_eq!(talk(sandbox.connect(&address).unwrap()), "own hello");
     }
     // A link of the tenant's to another's socket is not followed.
     shell(&sandbox, "ln -s /run/app.sock /run/link.sock");
-    assert!(sandbox.connect(&Address::Socket("/run/link.sock".into())).is_err());
+    assert!(sandbox.connect(&SandboxAddress::Socket("/run/link.sock".into())).is_err());
 }
 
 /// Makes system calls by their numbers on this architecture, and prints how each ended.
@@ -483,7 +487,13 @@ fn binds_of_tenant() {
     set_mode(homes.path(), 0o755);
     let link = homes.path().join("link");
     std::os::unix::fs::symlink(bobs.path().join("open"), &link).unwrap();
-    let bind = Bind { source: link, target: "/srv/bobs".into(), writable: true, as_tenant: true };
+    let bind = SandboxBind {
+        source: link,
+        target: "/srv/bobs".into(),
+        writable: true,
+        as_tenant: true,
+        is_optional: false,
+    };
     scene.spec.binds.push(bind);
     let refused = launcher().create(&scene.spec).unwrap_err().to_string();
     assert!(refused.contains("Permission denied"), "{refused}");
@@ -498,7 +508,13 @@ fn binds_of_tenant() {
     // A single file, where there was none.
     fs::write(bobs.path().join("file"), "text").unwrap();
     let source = bobs.path().join("file");
-    scene.spec.binds.push(Bind { source, target: "/run/deep/file".into(), writable: false, as_tenant: true });
+    scene.spec.binds.push(SandboxBind {
+        source,
+        target: "/run/deep/file".into(),
+        writable: false,
+        as_tenant: true,
+        is_optional: false,
+    });
     let sandbox = scene.create();
     assert_eq!(shell(&sandbox, "cat /run/deep/file"), "text");
     let (exit, said) = run(&sandbox, &["sh", "-c", "echo x > /run/deep/file"]);
@@ -562,8 +578,9 @@ const BOMB: &str = "import os, time\n\
 fn bomb(scene: &Scene) -> (nagaya_keeper::sandbox::Sandbox, u32) {
     let sandbox = scene.create();
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-    let _task =
-        sandbox.run(&Program { stdout: Some(write.as_fd()), ..program(&["python3", "-c", BOMB]) }).unwrap();
+    let _task = sandbox
+        .run(&SandboxProgram { stdout: Some(write.as_fd()), ..program(&["python3", "-c", BOMB]) })
+        .unwrap();
     drop(write);
     scene::wait_readable(&read);
     let mut text = [0; 16];

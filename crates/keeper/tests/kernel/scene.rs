@@ -10,8 +10,11 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use nagaya_keeper::protocol::Exit;
-use nagaya_keeper::sandbox::{Bind, Entrance, Identity, Launcher, Program, ROOT_PID, Sandbox, Spec, Task};
+use nagaya_keeper::sandbox::{
+    CellEntrance, Launcher, ROOT_PID, Sandbox, SandboxBind, SandboxProgram, SandboxSpec, SandboxTask,
+    UnixIdentity,
+};
+use nagaya_keeper_api::protocol::ProcessExit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
@@ -37,7 +40,7 @@ pub const APP: &str = "/srv/app";
 
 pub struct Scene {
     pub dir: TempDir,
-    pub spec: Spec,
+    pub spec: SandboxSpec,
 }
 
 impl Scene {
@@ -50,10 +53,15 @@ impl Scene {
             fs::create_dir(dir.path().join(name)).unwrap();
             chown(dir.path().join(name), Some(ALICE), Some(ALICE)).unwrap();
         }
-        let bind =
-            Bind { source: dir.path().join("app"), target: APP.into(), writable: true, as_tenant: false };
-        let spec = Spec {
-            identity: Identity { uid: ALICE, gid: ALICE },
+        let bind = SandboxBind {
+            source: dir.path().join("app"),
+            target: APP.into(),
+            writable: true,
+            as_tenant: false,
+            is_optional: false,
+        };
+        let spec = SandboxSpec {
+            identity: UnixIdentity { uid: ALICE, gid: ALICE },
             home: None,
             hostname: "alices".into(),
             base: "/".into(),
@@ -64,7 +72,7 @@ impl Scene {
             run: Some(dir.path().join("run")),
             shm_bytes_max: 16 << 20,
             host_network: false,
-            entrance: Entrance::default(),
+            entrance: CellEntrance::default(),
         };
         Self { dir, spec }
     }
@@ -87,8 +95,8 @@ impl Scene {
 }
 
 /// A command in alice's sandbox; the caller changes what is different.
-pub fn program<'a>(command: &[&str]) -> Program<'a> {
-    Program {
+pub fn program<'a>(command: &[&str]) -> SandboxProgram<'a> {
+    SandboxProgram {
         argv: command.iter().map(Into::into).collect(),
         env: vec![("PATH".into(), "/usr/local/bin:/usr/bin:/bin".into())],
         directory: APP.into(),
@@ -104,10 +112,10 @@ pub fn program<'a>(command: &[&str]) -> Program<'a> {
 
 /// A command's end and what it wrote, to standard error too.
 #[track_caller]
-pub fn run(sandbox: &Sandbox, command: &[&str]) -> (Exit, String) {
+pub fn run(sandbox: &Sandbox, command: &[&str]) -> (ProcessExit, String) {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let task = sandbox
-        .run(&Program { stdout: Some(write.as_fd()), stderr: Some(write.as_fd()), ..program(command) })
+        .run(&SandboxProgram { stdout: Some(write.as_fd()), stderr: Some(write.as_fd()), ..program(command) })
         .unwrap();
     drop(write);
     let said = read_all(read);
@@ -130,9 +138,14 @@ pub fn shell(sandbox: &Sandbox, code: &str) -> String {
 }
 
 /// The application's first process, with its end of the log.
-pub fn root_task(sandbox: &Sandbox, command: &[&str], listener: Option<&OwnedFd>, log: &OwnedFd) -> Task {
+pub fn root_task(
+    sandbox: &Sandbox,
+    command: &[&str],
+    listener: Option<&OwnedFd>,
+    log: &OwnedFd,
+) -> SandboxTask {
     let log = Some(log.as_fd());
-    let program = Program {
+    let program = SandboxProgram {
         pid: Some(ROOT_PID),
         listener: listener.map(AsFd::as_fd),
         stdout: log,

@@ -8,12 +8,12 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
-use nagaya_cmdb::cell::{
-    Boost, CellName, Confinement, Controller, CpuQuota, Demotion, Limits, NamedCell, Scope,
+use nagaya_keeper_api::client::{EnterResult, InstanceUse, KeeperCallError, KeeperClient, RequestCellGuard};
+use nagaya_keeper_api::protocol::{ConnectionId, FailureKind, InstanceId};
+use nagaya_records::cell::{
+    Boost, CellName, CellScope, CgroupController, Confinement, CpuQuota, Demotion, LimitSet, NamedCell,
 };
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_keeper::client::{ClientError, Entered, InstanceUse, Keeper, SeatGuard};
-use nagaya_keeper::protocol::{Failure, InstanceId, Line};
+use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -131,16 +131,21 @@ fn world(workers: u32, listen: &str) -> World {
 
 fn cpu(thousandths: u32) -> Confinement {
     let cpu = Some(CpuQuota::of_core(thousandths));
-    Confinement { limits: Limits { cpu, processes: Some(20), ..Limits::default() }, ..Confinement::default() }
+    Confinement {
+        limits: LimitSet { cpu, processes: Some(20), ..LimitSet::default() },
+        ..Confinement::default()
+    }
 }
 
 /// A connection, as the edge knows it.
-fn line(socket: &OwnedFd) -> Line {
+fn line(socket: &OwnedFd) -> ConnectionId {
     match rustix::net::sockopt::socket_domain(socket).unwrap() {
         rustix::net::AddressFamily::UNIX => {
-            Line::Unix { inode: u32::try_from(rustix::fs::fstat(socket).unwrap().st_ino).unwrap() }
+            ConnectionId::Unix { inode: u32::try_from(rustix::fs::fstat(socket).unwrap().st_ino).unwrap() }
         }
-        _ => Line::Tcp { port: TcpStream::from(socket.try_clone().unwrap()).local_addr().unwrap().port() },
+        _ => ConnectionId::Tcp {
+            port: TcpStream::from(socket.try_clone().unwrap()).local_addr().unwrap().port(),
+        },
     }
 }
 
@@ -158,18 +163,18 @@ async fn tell(socket: &OwnedFd, what: &str) -> String {
     String::from_utf8(said).unwrap().trim_end().to_owned()
 }
 
-async fn awake(keeper: &Keeper, site: &str) -> InstanceUse {
+async fn awake(keeper: &KeeperClient, site: &str) -> InstanceUse {
     keeper.use_instance(&site_name(site), None).await.unwrap()
 }
 
 async fn seated(
-    keeper: &Keeper,
+    keeper: &KeeperClient,
     id: InstanceId,
     socket: &OwnedFd,
     asked: &Confinement,
-) -> (SeatGuard, String) {
+) -> (RequestCellGuard, String) {
     match keeper.enter_instance(id, line(socket), asked).await.unwrap() {
-        Entered::Seated { guard, cell } => (guard, cell.into()),
+        EnterResult::Seated { guard, cell } => (guard, cell.into()),
         other => panic!("{other:?}"),
     }
 }
@@ -262,7 +267,9 @@ fn several_at_once() {
         let stays = async |used: &InstanceUse, site: &str| {
             let entered =
                 keeper.enter_instance(used.guard.id(), line(&used.socket), &cpu(100)).await.unwrap();
-            let Entered::Unseated { cell, for_good: true } = entered else { panic!("{site}: {entered:?}") };
+            let EnterResult::Unseated { cell, for_good: true } = entered else {
+                panic!("{site}: {entered:?}")
+            };
             assert_eq!(cells(&world, site).iter().map(|(name, _)| name).collect::<Vec<_>>(), [&*cell]);
         };
         let used = awake(&keeper, "threads").await;
@@ -277,7 +284,7 @@ fn several_at_once() {
         until_together(&world, "loop").await;
         assert_eq!(
             refusal(keeper.leave_seat(guard).await).0,
-            Failure::NotFound,
+            FailureKind::NotFound,
             "nobody can say what it used"
         );
         drop(other);
@@ -318,7 +325,7 @@ fn late() {
         };
         // Its connection ends before the edge says so: the worker takes the next one, which is in no other's cell.
         drop(used.socket);
-        let Entered::Seated { guard: next, cell } = entering.await.unwrap() else {
+        let EnterResult::Seated { guard: next, cell } = entering.await.unwrap() else {
             panic!("it is not seated")
         };
         assert_eq!(world.cell(&cell).unwrap()["limits"]["cpu"]["quota_us"], 2_000);
@@ -357,12 +364,12 @@ fn back_in_time() {
         // An edge that gives the instance back before the seat.
         drop(guard);
         crate::rest::until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Frozen) })["ok"], true);
         until_at(&world, "app", "frozen").await;
         assert_eq!(cells(&world, "app").len(), 1, "what is frozen is all of it");
         keeper.leave_seat(seat).await.unwrap();
 
-        let again = Keeper::connect(&world.socket()).await.unwrap();
+        let again = KeeperClient::connect(&world.socket()).await.unwrap();
         let used = awake(&again, "app").await;
         let seat = seated(&again, used.guard.id(), &used.socket, &cpu(100)).await;
         assert_eq!(cells(&world, "app").len(), 2);
@@ -374,7 +381,7 @@ fn back_in_time() {
         // What ends while a request is in it leaves no cell.
         let used = awake(&keeper, "app").await;
         let _seat = seated(&keeper, used.guard.id(), &used.socket, &cpu(100)).await;
-        world.act("app", Act::Stop);
+        world.act("app", InstanceCommand::Stop);
         until_so(|| cells(&world, "app").iter().all(|(_, processes)| *processes == 0)).await;
         drop(_seat);
         until_so(|| cells(&world, "app").is_empty()).await;
@@ -427,31 +434,31 @@ fn hostile() {
         let (used, bobs) = (awake(&keeper, "app").await, awake(&keeper, "bobs").await);
         tell(&bobs.socket, "it is accepted").await;
         let enter = async |id, line| keeper.enter_instance(id, line, &cpu(100)).await;
-        let is_nobodys = |entered: Result<Entered, ClientError>| match entered {
-            Ok(Entered::Unseated { cell, .. }) => assert!(cell.starts_with("alice/app/"), "{cell}"),
+        let is_nobodys = |entered: Result<EnterResult, KeeperCallError>| match entered {
+            Ok(EnterResult::Unseated { cell, .. }) => assert!(cell.starts_with("alice/app/"), "{cell}"),
             other => panic!("{other:?}"),
         };
         // Another tenant's connection, none at all, and one of the other kind.
         is_nobodys(enter(used.guard.id(), line(&bobs.socket)).await);
-        is_nobodys(enter(used.guard.id(), Line::Unix { inode: 1 }).await);
-        is_nobodys(enter(used.guard.id(), Line::Tcp { port: 80 }).await);
+        is_nobodys(enter(used.guard.id(), ConnectionId::Unix { inode: 1 }).await);
+        is_nobodys(enter(used.guard.id(), ConnectionId::Tcp { port: 80 }).await);
         assert_eq!((cells(&world, "app").len(), cells(&world, "bobs").len()), (1, 1));
         // An instance that this edge does not use, and limits that nobody may have.
-        let other = Keeper::connect(&world.socket()).await.unwrap();
+        let other = KeeperClient::connect(&world.socket()).await.unwrap();
         let foreign = other.enter_instance(used.guard.id(), line(&used.socket), &cpu(100)).await;
-        assert_eq!(refusal(foreign), (Failure::NotFound, 301));
+        assert_eq!(refusal(foreign), (FailureKind::NotFound, 301));
         let odd = Confinement {
-            limits: Limits { cpu_shares: Some(1), ..Limits::default() },
+            limits: LimitSet { cpu_shares: Some(1), ..LimitSet::default() },
             ..Confinement::default()
         };
         let asked = keeper.enter_instance(used.guard.id(), line(&used.socket), &odd).await;
-        assert_eq!(refusal(asked), (Failure::Invalid, 318));
+        assert_eq!(refusal(asked), (FailureKind::Invalid, 318));
         // It stays beneath its site, whatever cell is named: what must stop with the site is there.
         let named = NamedCell {
             name: CellName::parse("elsewhere").unwrap(),
-            scope: Scope::Node,
-            controllers: Controller::ALL.to_vec(),
-            limits: Some(Limits::default()),
+            scope: CellScope::Node,
+            controllers: CgroupController::ALL.to_vec(),
+            limits: Some(LimitSet::default()),
         };
         let asked = Confinement { named: vec![named], ..cpu(100) };
         let (_seat, cell) = seated(&keeper, used.guard.id(), &used.socket, &asked).await;

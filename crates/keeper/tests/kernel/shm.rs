@@ -5,9 +5,9 @@
 use std::fs;
 use std::os::unix::fs::chown;
 
-use nagaya_cmdb::record::ImageMemory;
-use nagaya_keeper::image::{Found, ImageError};
-use nagaya_keeper::sandbox::Bind;
+use nagaya_keeper::image::{ImageError, ImageLookup};
+use nagaya_keeper::sandbox::SandboxBind;
+use nagaya_records::record::ImageMemory;
 
 use crate::Fact;
 use crate::image::{Life, Stage, found, image_file, put_aside};
@@ -164,7 +164,13 @@ fn bound_from_elsewhere() {
     fs::write(outside.join("file"), "of elsewhere").unwrap();
     chown(&outside, Some(ALICE), Some(ALICE)).unwrap();
     let target = "/dev/shm/bound/deep".into();
-    stage.scene.spec.binds.push(Bind { source: outside.clone(), target, writable: true, as_tenant: false });
+    stage.scene.spec.binds.push(SandboxBind {
+        source: outside.clone(),
+        target,
+        writable: true,
+        as_tenant: false,
+        is_optional: false,
+    });
     let (life, said) = holder(&stage, "");
     take(&stage, &life).unwrap();
     drop(life);
@@ -179,7 +185,13 @@ fn bound_from_elsewhere() {
     // Over all of it: files on disk, which stay there.
     let target = "/dev/shm".into();
     stage.scene.spec.binds = vec![stage.scene.spec.binds.swap_remove(0)];
-    stage.scene.spec.binds.push(Bind { source: outside, target, writable: true, as_tenant: false });
+    stage.scene.spec.binds.push(SandboxBind {
+        source: outside,
+        target,
+        writable: true,
+        as_tenant: false,
+        is_optional: false,
+    });
     let (life, _) = holder(&stage, "");
     take(&stage, &life).unwrap();
     drop(life);
@@ -200,7 +212,10 @@ fn not_imaged() {
         assert!(refused.to_string().contains(why), "{way}: {refused}");
         assert_eq!(life.ask("read"), said, "{way}: it goes on");
         let found = stage.images.find(&stage.subject());
-        assert!(matches!(&found, Found::Unfit(reason) if reason.contains(why)), "{way}: {found:?}");
+        assert!(
+            matches!(&found, ImageLookup::ImageImpossible(reason) if reason.contains(why)),
+            "{way}: {found:?}"
+        );
         for dir in ["images", "work"] {
             assert_eq!(fs::read_dir(stage.images.dir().join(dir)).unwrap().count(), 0, "{way}: {dir}");
         }
@@ -218,5 +233,5 @@ fn does_not_fit() {
     assert_eq!(refused.code().to_string(), "NGY0336", "{refused}");
     assert!(refused.to_string().contains("/dev/shm cannot be put back: No space left"), "{refused}");
     assert_eq!(put_aside(&stage), [refused.to_string()]);
-    assert!(matches!(stage.images.find(&stage.subject()), Found::Nothing));
+    assert!(matches!(stage.images.find(&stage.subject()), ImageLookup::Nothing));
 }

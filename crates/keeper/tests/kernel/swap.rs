@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -112,7 +112,7 @@ fn goes_out_and_comes_back() -> Result<(), String> {
         let (all, reported) = (pids(&world, "app"), || show(&world, "app")["memory_bytes"].as_u64());
         let (before, swapped) = memory(&all);
         assert!(before > BALLAST && swapped < BALLAST / 2, "{before} {swapped}");
-        let row = world.act("app", Act::Rest { to: Some(Tier::Reclaimed) });
+        let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Reclaimed) });
         assert_eq!((&row["tier"], &row["note"]), (&json!("reclaimed"), &json!(null)), "{row}");
         // A page on its way to the disk is neither here nor there yet.
         until_so(|| memory(&all).1 > BALLAST).await;
@@ -122,7 +122,7 @@ fn goes_out_and_comes_back() -> Result<(), String> {
         let used = use_app().await;
         let wake = used.wake.clone().unwrap();
         assert_eq!(wake.from, Tier::Reclaimed);
-        assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Thaw), "{wake:?}");
+        assert!(wake.stages.iter().any(|(stage, _)| *stage == WakeStage::Thaw), "{wake:?}");
         let again = get(&used, "/").await;
         assert_eq!(again, answer.replacen(" 1 ", " 2 ", 1), "the same run, and all that it had in memory");
         assert!(memory(&all).0 > BALLAST);

@@ -8,14 +8,14 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::feed::Down;
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_cmdb::record::{Placement, Why};
-use nagaya_cmdb::{Change, NodeName};
-use nagaya_keeper::Options;
-use nagaya_keeper::client::{ClientError, ImageOffer, Keeper};
+use nagaya_keeper::KeeperConfig;
 use nagaya_keeper::image::{ClusterKey, KEY_LEN, give_order};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper_api::client::{ImageOffer, KeeperCallError, KeeperClient};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::feed::FromSupervisor;
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
+use nagaya_records::record::{Placement, PlacementReason};
+use nagaya_records::{NodeName, RecordChange};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -71,7 +71,7 @@ fn order() -> String {
     ordered(&KEY, "app", "a", "b")
 }
 
-fn join(options: &mut Options, node: &str) {
+fn join(options: &mut KeeperConfig, node: &str) {
     options.node = Some(node.into());
     options.instances.image_keys = vec![KEY];
 }
@@ -101,21 +101,21 @@ fn place(world: &World, node: &str) {
         node,
         epoch: 1,
         since_ms: 0,
-        why: Why::First,
+        why: PlacementReason::First,
         wait_ms: 0,
         node_epoch: 0,
         copies: Vec::new(),
     };
-    world.apply(vec![Change::PutPlacement(placement)]);
-    world.tell(&Down::Authority { until_ns: u64::MAX / 2 });
+    world.apply(vec![RecordChange::PutPlacement(placement)]);
+    world.tell(&FromSupervisor::Authority { until_ns: u64::MAX / 2 });
 }
 
-async fn offered(keeper: &Keeper) -> Option<ImageOffer> {
+async fn offered(keeper: &KeeperClient) -> Option<ImageOffer> {
     keeper.offer_image(&site_name("app"), &order()).await.unwrap()
 }
 
 /// An image of the first node's, of a run that rests there; and what wakes from it says of itself.
-async fn imaged(world: &World, keeper: &Keeper) -> (ImageOffer, String) {
+async fn imaged(world: &World, keeper: &KeeperClient) -> (ImageOffer, String) {
     until_images(world).await;
     assert_eq!(offered(keeper).await, None, "there is none yet");
     let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
@@ -123,7 +123,7 @@ async fn imaged(world: &World, keeper: &Keeper) -> (ImageOffer, String) {
     drop(used);
     until_idle(world, "app").await;
     let pids = crate::rest::pids(world, "app");
-    assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+    assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
     pids.into_iter().for_each(wait_dead);
     let offer = offered(keeper).await.unwrap();
     assert!(offer.bytes > 1 << 20, "{offer:?}");
@@ -137,7 +137,7 @@ fn read(pipe: OwnedFd) -> Vec<u8> {
 }
 
 /// The sealed stream from this byte on.
-async fn sent(keeper: &Keeper, offer: &ImageOffer, order: &str, offset: u64) -> Vec<u8> {
+async fn sent(keeper: &KeeperClient, offer: &ImageOffer, order: &str, offset: u64) -> Vec<u8> {
     read(keeper.send_image(&site_name("app"), order, (&offer.digest, offset)).await.unwrap())
 }
 
@@ -146,10 +146,10 @@ type Way<'a> = &'a dyn Fn(&mut Vec<u8>);
 
 /// Has the second keeper take what the first sends, as two edges do. From which byte on, and what it says at the end.
 async fn fetched(
-    (first, other): (&Keeper, &Keeper),
+    (first, other): (&KeeperClient, &KeeperClient),
     offer: &ImageOffer,
     way: Way<'_>,
-) -> (u64, Result<(), ClientError>) {
+) -> (u64, Result<(), KeeperCallError>) {
     let (app, order) = (site_name("app"), order());
     let intake = other.fetch_image(&app, &order, &offer.offer).await.unwrap();
     let mut bytes = sent(first, offer, &order, intake.offset).await;
@@ -163,20 +163,20 @@ async fn fetched(
 const UNCHANGED: Way<'_> = &|_| ();
 
 /// Which run answers at the second node, and whether it came from an image.
-async fn woken(world: &World, keeper: &Keeper) -> (String, bool) {
+async fn woken(world: &World, keeper: &KeeperClient) -> (String, bool) {
     place(world, "b");
     let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
     let run = get(&used, "/").await.split(' ').next().unwrap().to_owned();
     let stages = used.wake.clone().unwrap().stages;
     let has = |stage| stages.iter().any(|(of, _)| *of == stage);
-    (run, has(Stage::Restore) && !has(Stage::Boot))
+    (run, has(WakeStage::Restore) && !has(WakeStage::Boot))
 }
 
-fn both(test: impl AsyncFnOnce(&World, Rc<Keeper>, &World, Rc<Keeper>)) {
+fn both(test: impl AsyncFnOnce(&World, Rc<KeeperClient>, &World, Rc<KeeperClient>)) {
     let a = first();
     let b = second(&a, record());
     a.run(async |first| {
-        let other = Keeper::connect(&b.socket()).await.unwrap();
+        let other = KeeperClient::connect(&b.socket()).await.unwrap();
         until_images(&b).await;
         test(&a, first, &b, other).await;
     });
@@ -191,9 +191,9 @@ fn goes_over() {
         assert_eq!(woken(b, &other).await, (run, true));
         assert_eq!(fs::read_to_string(b.dir.path().join("state/instances/app/run/pid")).unwrap(), "10");
         let refused = other.fetch_image(&site_name("app"), &order(), &offer.offer).await;
-        assert_eq!(refusal(refused), (Failure::Invalid, 364), "it runs there");
+        assert_eq!(refusal(refused), (FailureKind::Invalid, 364), "it runs there");
         let gone = first.send_image(&site_name("app"), &order(), (&"0".repeat(64), 0)).await;
-        assert_eq!(refusal(gone), (Failure::NotFound, 364));
+        assert_eq!(refusal(gone), (FailureKind::NotFound, 364));
     });
 }
 
@@ -208,7 +208,7 @@ fn sealed() {
         let (app, order) = (site_name("app"), order());
         let intake = other.fetch_image(&app, &order, &offer.offer).await.unwrap();
         let _ = File::from(intake.pipe).write_all(&stream);
-        assert_eq!(refusal(other.image_fetched(&app, &order).await), (Failure::Broken, 365));
+        assert_eq!(refusal(other.image_fetched(&app, &order).await), (FailureKind::Broken, 365));
         assert!(offered(&other).await.is_none());
     });
 }
@@ -218,7 +218,7 @@ fn goes_on() {
         let (offer, run) = imaged(a, &first).await;
         let half = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2);
         let (_, end) = fetched((&first, &other), &offer, &half).await;
-        assert_eq!(refusal(end), (Failure::Broken, 337));
+        assert_eq!(refusal(end), (FailureKind::Broken, 337));
         assert!(offered(&other).await.is_none(), "a part is no image");
         let (came, end) = fetched((&first, &other), &offer, &|bytes| bytes.truncate(1)).await;
         let piece = 64 << 10;
@@ -242,7 +242,7 @@ fn goes_on() {
             (offset, Ok(())) => assert!(offset <= middle as u64, "what is damaged was cut off"),
             // The damage was in the piece that had not come whole: it is seen at the end, and all of it comes anew.
             (_, Err(error)) => {
-                assert_eq!(refusal(Err::<(), _>(error)), (Failure::Broken, 365));
+                assert_eq!(refusal(Err::<(), _>(error)), (FailureKind::Broken, 365));
                 assert_eq!(fetched((&first, &other), &offer, UNCHANGED).await, (0, Ok(())));
             }
         }
@@ -255,7 +255,7 @@ fn damaged() {
         let (offer, run) = imaged(a, &first).await;
         for at in [10, 2000, offer.bytes as usize / 2, offer.bytes as usize] {
             let (offset, end) = fetched((&first, &other), &offer, &|bytes| bytes[at] ^= 1).await;
-            assert_eq!((offset, refusal(end)), (0, (Failure::Broken, 365)), "at {at}");
+            assert_eq!((offset, refusal(end)), (0, (FailureKind::Broken, 365)), "at {at}");
             assert!(offered(&other).await.is_none());
         }
         let aside: Vec<_> = fs::read_dir(b.dir.path().join("state/images/quarantine")).unwrap().collect();
@@ -277,7 +277,7 @@ fn damaged() {
 }
 
 /// All that an edge can ask of images, with this order. What it gets: failures and codes.
-async fn all_verbs(keeper: &Keeper, site: &str, order: &str, offer: &str) -> Vec<(Failure, u16)> {
+async fn all_verbs(keeper: &KeeperClient, site: &str, order: &str, offer: &str) -> Vec<(FailureKind, u16)> {
     let site = site_name(site);
     vec![
         refusal(keeper.offer_image(&site, order).await),
@@ -287,7 +287,7 @@ async fn all_verbs(keeper: &Keeper, site: &str, order: &str, offer: &str) -> Vec
     ]
 }
 
-const NOT_ORDERED: (Failure, u16) = (Failure::Forbidden, 366);
+const NOT_ORDERED: (FailureKind, u16) = (FailureKind::Forbidden, 366);
 
 /// A node in no cluster, whose edge is in another's hands, and has an image of its application.
 fn no_cluster() {
@@ -299,7 +299,7 @@ fn no_cluster() {
         until_images(&world).await;
         run_of(&keeper, "app").await;
         until_idle(&world, "app").await;
-        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+        assert_eq!(world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) })["ok"], true);
         // Orders of every kind it could think of.
         let orders = [String::new(), order(), ordered(&ClusterKey::new([0; KEY_LEN]), "app", "a", "b")];
         for order in &orders {
@@ -353,7 +353,7 @@ fn does_not_fit() {
             let mut text: Value = serde_json::from_str(&offer.offer).unwrap();
             change(&mut text);
             match other.fetch_image(&site_name("app"), &order(), &text.to_string()).await {
-                Err(ClientError::Refused { code, message, .. }) => (code, message),
+                Err(KeeperCallError::Refused { code, message, .. }) => (code, message),
                 other => panic!("{other:?}"),
             }
         };
@@ -399,7 +399,7 @@ fn paced() {
         json!({"name": "alice", "uid": ALICE, "gid": ALICE, "home": a.home("alice"), "php_workers": 2});
     b.apply(vec![tenant_change(alice), site_change("app", "alice", record(), json!({}))]);
     a.run(async |first| {
-        let other = Keeper::connect(&b.socket()).await.unwrap();
+        let other = KeeperClient::connect(&b.socket()).await.unwrap();
         until_images(&b).await;
         let (offer, _) = imaged(&a, &first).await;
         let began = Instant::now();

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-use nagaya_cmdb::instance::{Act, Stage, Tier};
-use nagaya_keeper::client::Keeper;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -33,7 +33,7 @@ pub const CRIU: &[Fact] = &[
 async fn rest(world: &World) -> Vec<i32> {
     until_idle(world, "app").await;
     let all = pids(world, "app");
-    let row = world.act("app", Act::Rest { to: Some(Tier::Image) });
+    let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
     assert_eq!(row["ok"], true, "{row}");
     all.iter().copied().for_each(wait_dead);
     all
@@ -42,7 +42,8 @@ async fn rest(world: &World) -> Vec<i32> {
 /// Images can be used from a moment after the keeper's start on.
 pub async fn until_images(world: &World) {
     until_so(|| {
-        let status: Value = serde_json::from_str(&world.ask(nagaya_cmdb::feed::Question::Status)).unwrap();
+        let status: Value =
+            serde_json::from_str(&world.ask(nagaya_records::feed::FeedQuery::Status)).unwrap();
         let images = &status["instances"]["images"];
         assert!(images["none"].is_null(), "{images}");
         images.is_object()
@@ -62,7 +63,7 @@ fn images(world: &World) -> PathBuf {
 }
 
 /// The run that answers, how many it has answered, and where it was woken from by which stages.
-async fn wake(keeper: &Keeper) -> (String, u32, Tier, Vec<Stage>) {
+async fn wake(keeper: &KeeperClient) -> (String, u32, Tier, Vec<WakeStage>) {
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     let said = get(&used, "/").await;
     let mut words = said.split(' ');
@@ -90,7 +91,7 @@ fn wakes_as_it_was() {
         until_images(&world).await;
         let (first, count, from, stages) = wake(&keeper).await;
         assert_eq!((from, count), (Tier::Cold, 4), "readiness and two to warm it up were nagaya's");
-        assert!(stages.contains(&Stage::Boot) && stages.contains(&Stage::Image), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Boot) && stages.contains(&WakeStage::Image), "{stages:?}");
         run_of(&keeper, "app").await;
         // What comes back the first time is asked whether it answers.
         for answered in [5, 4, 4] {
@@ -102,7 +103,7 @@ fn wakes_as_it_was() {
                 (&first, answered, Tier::Image),
                 "as it was before its first visitor"
             );
-            assert!(stages.contains(&Stage::Restore) && !stages.contains(&Stage::Boot), "{stages:?}");
+            assert!(stages.contains(&WakeStage::Restore) && !stages.contains(&WakeStage::Boot), "{stages:?}");
         }
         let row = show(&world, "app");
         assert!(row["image"]["bytes"].as_u64().unwrap() > 1 << 20, "{row}");
@@ -125,7 +126,7 @@ fn outlives_the_keeper() {
         until_images(&world).await;
         let (run, _, _, stages) = wake(&keeper).await;
         assert_eq!(run, first);
-        assert!(stages.contains(&Stage::Restore), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Restore), "{stages:?}");
     });
 }
 
@@ -142,7 +143,7 @@ fn damaged_image() {
         fs::write(&pages, bytes).unwrap();
         let (run, _, _, stages) = wake(&keeper).await;
         assert_ne!(run, first, "a start");
-        assert!(stages.contains(&Stage::Image), "and a new image: {stages:?}");
+        assert!(stages.contains(&WakeStage::Image), "and a new image: {stages:?}");
         rest(&world).await;
         assert_eq!(wake(&keeper).await.0, run, "which is used from then on");
     });
@@ -162,7 +163,7 @@ fn lost_files() {
         let (run, _, from, stages) = wake(&keeper).await;
         assert_eq!(from, Tier::Image);
         assert_ne!(run, first);
-        assert!(stages.contains(&Stage::Boot), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Boot), "{stages:?}");
     });
     assert!(world.log().contains("NGY0321"), "{}", world.log());
     assert_eq!(world.metric("nagaya_keeper_images_total{event=\"quarantined\"}"), 1);
@@ -217,7 +218,7 @@ fn taken_anew() {
         until_at(&world, "app", "image").await;
         let (second, _, from, stages) = wake(&keeper).await;
         assert_eq!(from, Tier::Image, "{stages:?}");
-        assert!(stages.contains(&Stage::Restore) && !stages.contains(&Stage::Boot), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Restore) && !stages.contains(&WakeStage::Boot), "{stages:?}");
         assert_ne!(second, first);
         until_at(&world, "app", "image").await;
         assert_eq!((wake(&keeper).await.0, taken()), (second, 2), "that is done once");
@@ -233,7 +234,7 @@ fn past_use() {
         age_image(&world, AGE_MAX_S * 2 + 60);
         let (second, _, _, stages) = wake(&keeper).await;
         assert_ne!(second, first);
-        assert!(stages.contains(&Stage::Boot) && stages.contains(&Stage::Image), "{stages:?}");
+        assert!(stages.contains(&WakeStage::Boot) && stages.contains(&WakeStage::Image), "{stages:?}");
         rest(&world).await;
         assert_eq!(wake(&keeper).await.0, second, "another was taken in its place");
     });
@@ -256,7 +257,7 @@ fn other_release() {
         rest(&world).await;
         assert_eq!(wake(&keeper).await.0, second);
         until_idle(&world, "app").await;
-        let row = world.act("app", Act::Image);
+        let row = world.act("app", InstanceCommand::Image);
         assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("running")), "{row}");
         let third = run_of(&keeper, "app").await;
         assert_ne!(second, third);
@@ -284,7 +285,7 @@ fn not_imaged() {
         assert_eq!(show(&world, "app")["tier"], "cold");
         let (second, _, _, stages) = wake(&keeper).await;
         assert_ne!(first, second);
-        assert!(!stages.contains(&Stage::Image), "it is not tried again: {stages:?}");
+        assert!(!stages.contains(&WakeStage::Image), "it is not tried again: {stages:?}");
     });
     assert_eq!(world.metric("nagaya_keeper_images_total{event=\"not_taken\"}"), 1);
     // A keeper that knows nothing of that finds it written down.
@@ -293,7 +294,7 @@ fn not_imaged() {
     world.run(async |keeper| {
         until_images(&world).await;
         let (_, _, _, stages) = wake(&keeper).await;
-        assert!(!stages.contains(&Stage::Image), "{stages:?}");
+        assert!(!stages.contains(&WakeStage::Image), "{stages:?}");
     });
 }
 

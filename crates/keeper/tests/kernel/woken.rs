@@ -5,10 +5,10 @@
 
 use std::path::Path;
 
-use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_cmdb::record::ImageMemory;
-use nagaya_keeper::client::Keeper;
 use nagaya_keeper::image::Image;
+use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::instance::{InstanceCommand, Tier};
+use nagaya_records::record::ImageMemory;
 use rustix::time::{
     ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
     timerfd_create, timerfd_settime,
@@ -88,9 +88,9 @@ struct Numbers {
 }
 
 /// What it draws after its next wake.
-async fn numbers(world: &World, keeper: &Keeper) -> Numbers {
+async fn numbers(world: &World, keeper: &KeeperClient) -> Numbers {
     until_idle(world, "app").await;
-    let row = world.act("app", Act::Rest { to: Some(Tier::Image) });
+    let row = world.act("app", InstanceCommand::Rest { to: Some(Tier::Image) });
     assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("image")), "{row}");
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     assert_eq!(used.wake.as_ref().expect("it was woken").from, Tier::Image);

@@ -16,13 +16,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nagaya_cmdb::cell::Confinement;
-use nagaya_cmdb::feed::{self, Down, Question, Up};
-use nagaya_cmdb::instance::Act;
-use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
-use nagaya_keeper::client::{CgiProcess, ClientError, Keeper, ProcessGuard};
-use nagaya_keeper::protocol::Failure;
-use nagaya_keeper::{BackEnd, InstanceOptions, Options, Start};
+use nagaya_keeper::{CellMechanism, InstanceOptions, KeeperConfig, KeeperStart};
+use nagaya_keeper_api::client::{CgiProcess, KeeperCallError, KeeperClient, ProcessGuard};
+use nagaya_keeper_api::protocol::FailureKind;
+use nagaya_records::cell::Confinement;
+use nagaya_records::feed::{self, FeedQuery, FromSupervisor, ToSupervisor};
+use nagaya_records::instance::InstanceCommand;
+use nagaya_records::{RecordChange, Site, SiteName, Tenant, TenantName};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -47,20 +47,20 @@ pub fn keeper_main() -> ! {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let listener = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let feed = std::io::stdout().as_fd().try_clone_to_owned().unwrap();
-    let code = nagaya_keeper::run(Start { listener, feed: UnixStream::from(feed), small_pages: false });
+    let code = nagaya_keeper::run(KeeperStart { listener, feed: UnixStream::from(feed), small_pages: false });
     std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS))
 }
 
 thread_local! {
     /// What worlds of this thread make cells of, where they do not say.
-    pub static BACK_END: Cell<BackEnd> = const { Cell::new(BackEnd::Auto) };
+    pub static BACK_END: Cell<CellMechanism> = const { Cell::new(CellMechanism::Auto) };
 }
 
 pub struct World {
     pub dir: TempDir,
-    pub options: Options,
+    pub options: KeeperConfig,
     listener: OwnedFd,
-    changes: Vec<Change>,
+    changes: Vec<RecordChange>,
     /// The cgroup v2 directory the keeper is started in. None: that of this process.
     group: Option<PathBuf>,
     /// What a shell does before it, in a network and mounts of its own.
@@ -102,11 +102,11 @@ impl World {
         set_mode(&path, 0o666);
         let back_end = BACK_END.get();
         let images = dir.path().join("state/images");
-        let options = Options {
+        let options = KeeperConfig {
             runtime_dir: dir.path().join("run"),
             back_end,
             instances: InstanceOptions { images, criu: criu(), ..InstanceOptions::default() },
-            ..Options::default()
+            ..KeeperConfig::default()
         };
         let mut world = Self {
             dir,
@@ -129,12 +129,12 @@ impl World {
         world
     }
 
-    pub fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
+    pub fn with(mut self, change: impl FnOnce(&mut KeeperConfig)) -> Self {
         change(&mut self.options);
         self
     }
 
-    pub fn fenced(self, fence: BackEnd) -> Self {
+    pub fn fenced(self, fence: CellMechanism) -> Self {
         self.with(|options| options.back_end = fence)
     }
 
@@ -163,7 +163,7 @@ impl World {
     /// A node of the cluster that others reach here.
     pub fn node(&mut self, name: &str, peer: &str) {
         let record = json!({"name": name, "id": "0".repeat(32), "peer": peer, "cpus": 1, "memory_bytes": 1, "version": "0"});
-        self.changes.push(Change::PutNode(serde_json::from_value(record).unwrap()));
+        self.changes.push(RecordChange::PutNode(serde_json::from_value(record).unwrap()));
     }
 
     pub fn tenant(&mut self, record: Value) {
@@ -180,7 +180,7 @@ impl World {
     }
 
     /// A tenant of `new` with more fields than it has there.
-    pub fn tenant_with(&self, name: &str, more: Value) -> Change {
+    pub fn tenant_with(&self, name: &str, more: Value) -> RecordChange {
         let uid = if name == "alice" { ALICE } else { BOB };
         let record = json!({"name": name, "uid": uid, "gid": uid, "home": self.home(name), "php_workers": 2});
         tenant_change(merged(record, more))
@@ -239,42 +239,42 @@ impl World {
             .unwrap();
         ours.set_read_timeout(Some(TIMEOUT)).unwrap();
         *self.running() = Some(Started { keeper, feed: ours });
-        self.tell(&Down::Options(serde_json::to_value(&self.options).unwrap()));
+        self.tell(&FromSupervisor::Options(serde_json::to_value(&self.options).unwrap()));
         self.apply(self.changes.clone());
     }
 
     /// Sends changed settings. They hold before what is sent next.
-    pub fn change(&self, change: impl FnOnce(&mut Options)) {
+    pub fn change(&self, change: impl FnOnce(&mut KeeperConfig)) {
         let mut options = self.options.clone();
         change(&mut options);
-        self.tell(&Down::Options(serde_json::to_value(&options).unwrap()));
+        self.tell(&FromSupervisor::Options(serde_json::to_value(&options).unwrap()));
         // Answered by who has acted on what came before.
-        self.ask(Question::Status);
+        self.ask(FeedQuery::Status);
     }
 
     /// Sends changes and waits until they hold.
-    pub fn apply(&self, changes: Vec<Change>) {
-        self.tell(&Down::Apply(changes));
-        self.tell(&Down::Commit { revision: 7 });
-        assert_eq!(self.hear(), Up::Ready { revision: 7 }, "{}", self.log());
+    pub fn apply(&self, changes: Vec<RecordChange>) {
+        self.tell(&FromSupervisor::Apply(changes));
+        self.tell(&FromSupervisor::Commit { revision: 7 });
+        assert_eq!(self.hear(), ToSupervisor::Ready { revision: 7 }, "{}", self.log());
     }
 
-    pub fn ask(&self, question: Question) -> String {
-        self.tell(&Down::Ask { tag: 5, question });
+    pub fn ask(&self, question: FeedQuery) -> String {
+        self.tell(&FromSupervisor::Ask { tag: 5, question });
         match self.hear() {
-            Up::Answer { tag: 5, text } => text,
+            ToSupervisor::Answer { tag: 5, text } => text,
             other => panic!("{other:?}"),
         }
     }
 
     /// The tree of cells, as `nagaya cells` gets it.
     pub fn cells(&self) -> Value {
-        serde_json::from_str(&self.ask(Question::Cells)).unwrap()
+        serde_json::from_str(&self.ask(FeedQuery::Cells)).unwrap()
     }
 
     /// Does this to the instance of a site; what comes of it.
-    pub fn act(&self, site: &str, act: Act) -> Value {
-        serde_json::from_str(&self.ask(Question::Instance { site: site.into(), act })).unwrap()
+    pub fn act(&self, site: &str, act: InstanceCommand) -> Value {
+        serde_json::from_str(&self.ask(FeedQuery::Instance { site: site.into(), act })).unwrap()
     }
 
     /// One cell of the tree by its path.
@@ -284,12 +284,12 @@ impl World {
 
     /// The value of one line of the metrics.
     pub fn metric(&self, line: &str) -> u64 {
-        let text = self.ask(Question::Metrics);
+        let text = self.ask(FeedQuery::Metrics);
         let found = text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok());
         found.unwrap_or_else(|| panic!("no {line} in {text}"))
     }
 
-    pub fn tell(&self, frame: &Down) {
+    pub fn tell(&self, frame: &FromSupervisor) {
         feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
     }
 
@@ -298,7 +298,7 @@ impl World {
         act(&self.running().as_ref().unwrap().feed);
     }
 
-    pub fn hear(&self) -> Up {
+    pub fn hear(&self) -> ToSupervisor {
         feed::read(&mut self.running().as_mut().unwrap().feed)
             .unwrap()
             .unwrap_or_else(|| panic!("the keeper ended:\n{}", self.log()))
@@ -346,10 +346,10 @@ impl World {
     }
 
     /// Runs a test's body on a runtime like an edge thread's.
-    pub fn run<R>(&self, body: impl AsyncFnOnce(Rc<Keeper>) -> R) -> R {
+    pub fn run<R>(&self, body: impl AsyncFnOnce(Rc<KeeperClient>) -> R) -> R {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
-            let body = async { body(Keeper::connect(&self.socket()).await.unwrap()).await };
+            let body = async { body(KeeperClient::connect(&self.socket()).await.unwrap()).await };
             tokio::time::timeout(TIMEOUT, body).await.unwrap_or_else(|_| panic!("it hangs:\n{}", self.log()))
         })
     }
@@ -371,14 +371,14 @@ pub fn cgi() -> Value {
     json!({"kind": "cgi", "root": "www"})
 }
 
-pub fn tenant_change(record: Value) -> Change {
-    Change::PutTenant(Box::new(serde_json::from_value::<Tenant>(record).unwrap()))
+pub fn tenant_change(record: Value) -> RecordChange {
+    RecordChange::PutTenant(Box::new(serde_json::from_value::<Tenant>(record).unwrap()))
 }
 
-pub fn site_change(name: &str, tenant: &str, backend: Value, more: Value) -> Change {
+pub fn site_change(name: &str, tenant: &str, backend: Value, more: Value) -> RecordChange {
     let record =
         json!({"name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend});
-    Change::PutSite(Box::new(serde_json::from_value::<Site>(merged(record, more)).unwrap()))
+    RecordChange::PutSite(Box::new(serde_json::from_value::<Site>(merged(record, more)).unwrap()))
 }
 
 fn merged(mut record: Value, more: Value) -> Value {
@@ -393,9 +393,9 @@ pub fn set_mode(path: &Path, mode: u32) {
 
 /// The failure and code of a refused call.
 #[track_caller]
-pub fn refusal<T>(result: Result<T, ClientError>) -> (Failure, u16) {
+pub fn refusal<T>(result: Result<T, KeeperCallError>) -> (FailureKind, u16) {
     match result {
-        Err(ClientError::Refused { failure, code, message }) => {
+        Err(KeeperCallError::Refused { failure, code, message }) => {
             assert!(!message.is_empty() && message.len() < 2000, "{message}");
             (failure, code)
         }
@@ -405,17 +405,17 @@ pub fn refusal<T>(result: Result<T, ClientError>) -> (Failure, u16) {
 }
 
 /// Runs the one program of `with_cgi` under no limits of its own.
-pub async fn run_cgi(keeper: &Keeper) -> CgiProcess {
+pub async fn run_cgi(keeper: &KeeperClient) -> CgiProcess {
     run_in(keeper, "cgi", &Confinement::default()).await
 }
 
 /// Runs the program `x.cgi` of a site.
-pub async fn run_in(keeper: &Keeper, site: &str, confinement: &Confinement) -> CgiProcess {
+pub async fn run_in(keeper: &KeeperClient, site: &str, confinement: &Confinement) -> CgiProcess {
     keeper.spawn_cgi(&site_name(site), "x.cgi", Vec::new(), confinement).await.unwrap()
 }
 
 /// Runs it and reads the pid that it says first.
-pub async fn run_and_pid(keeper: &Keeper, site: &str, confinement: &Confinement) -> (i32, Running) {
+pub async fn run_and_pid(keeper: &KeeperClient, site: &str, confinement: &Confinement) -> (i32, Running) {
     let CgiProcess { stdin, stdout, guard, cell } = run_in(keeper, site, confinement).await;
     let mut out = pipe(stdout);
     let pid = read_line(&mut out).await.parse().unwrap();

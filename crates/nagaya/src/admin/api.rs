@@ -1,8 +1,8 @@
-//! What the admin interface does with records, apart from any socket: the server calls it for a running
-//! node, and the command line calls it on the store's file where no node runs, so that both obey one set
-//! of rules.
+//! The admin interface's work on records, apart from any socket. The server calls it for a running
+//! node. The command line calls it on the store's file if no node runs. So both obey one set of
+//! rules.
 //!
-//! Not here: connections and what only a running node can tell (`server`).
+//! Not here: connections, and replies that need a running node (`server`).
 
 use std::borrow::Cow;
 use std::io::{BufRead, Write};
@@ -10,36 +10,38 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
-use nagaya_cmdb::check::Findings;
-use nagaya_cmdb::store::{Committed, Mode, Select, TransactionError, import};
-use nagaya_cmdb::{Change, Rule, Setting, Site, Store, StoreError, Tenant};
+use nagaya_records::check::RecordFindings;
+use nagaya_records::{RecordChange, RuleRecord, Setting, Site, Tenant};
 use nagaya_rules::RuleFault;
+use nagaya_store::{ChangeMode, CommittedChanges, SiteFilter, TransactionError, import};
+use nagaya_store::{Store, StoreError};
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{OnChange, Problem, problem};
+use super::{OnChange, ProblemReply, problem};
 use crate::config::settings::STORED;
 use crate::rule_check;
 use crate::tenant_ids::IdSource;
 
-/// Users of the machine in a row, where tenants' uids are to begin, that are passed over for one tenant.
+/// Users of the machine in a row, at the beginning of tenants' uids, that are skipped for one
+/// tenant.
 const UIDS_PASSED_OVER_MAX: u32 = 1_000;
 
-pub struct Api {
+pub struct AdminApi {
     store: Arc<dyn Store>,
     on_change: OnChange,
     /// Which ids tenants may have, and get.
     ids: IdSource,
-    /// Held by whoever changes records until `on_change` has returned, so that changes are handed on in
+    /// Held by a writer of records until `on_change` has returned, so that changes are handed on in
     /// order of revision.
     writer: Mutex<()>,
 }
 
-/// What a change or an import came to.
+/// Result of a change or an import.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Summary {
+pub struct ChangeSummary {
     pub revision: u64,
     pub tenants_put: usize,
     pub tenants_removed: usize,
@@ -47,41 +49,42 @@ pub struct Summary {
     pub sites_removed: usize,
     pub settings_put: usize,
     pub settings_removed: usize,
-    /// Of a node that does not tell: none.
+    /// Zero from a node of a version that does not report it.
     #[serde(default)]
     pub rules_put: usize,
     #[serde(default)]
     pub rules_removed: usize,
-    /// Whether the node's processes serve by it. None: no node runs, or nothing changed.
+    /// Whether the node's processes have the change in effect. `None` if no node runs, or if
+    /// nothing changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub served: Option<bool>,
 }
 
-impl Summary {
+impl ChangeSummary {
     pub(super) fn is_changed(&self) -> bool {
         let put = self.tenants_put + self.sites_put + self.settings_put + self.rules_put;
         put + self.tenants_removed + self.sites_removed + self.settings_removed + self.rules_removed > 0
     }
 
-    fn of(committed: &Committed) -> Self {
+    fn of(committed: &CommittedChanges) -> Self {
         let mut summary = Self { revision: committed.revision, ..Self::default() };
         for change in &committed.changes {
             *match change {
-                Change::PutTenant(_) => &mut summary.tenants_put,
-                Change::DropTenant(_) => &mut summary.tenants_removed,
-                Change::PutSite(_) => &mut summary.sites_put,
-                Change::DropSite(_) => &mut summary.sites_removed,
-                Change::PutSetting(_) => &mut summary.settings_put,
-                Change::DropSetting(_) => &mut summary.settings_removed,
-                Change::PutRule(_) => &mut summary.rules_put,
-                Change::DropRule(_) => &mut summary.rules_removed,
-                // Of the cluster's own, not of whoever changed records.
-                Change::PutNode(_)
-                | Change::DropNode(_)
-                | Change::PutPlacement(_)
-                | Change::DropPlacement(_)
-                | Change::PutTicketKeys(_)
-                | Change::DropTicketKeys => {
+                RecordChange::PutTenant(_) => &mut summary.tenants_put,
+                RecordChange::DropTenant(_) => &mut summary.tenants_removed,
+                RecordChange::PutSite(_) => &mut summary.sites_put,
+                RecordChange::DropSite(_) => &mut summary.sites_removed,
+                RecordChange::PutSetting(_) => &mut summary.settings_put,
+                RecordChange::DropSetting(_) => &mut summary.settings_removed,
+                RecordChange::PutRule(_) => &mut summary.rules_put,
+                RecordChange::DropRule(_) => &mut summary.rules_removed,
+                // These belong to the cluster, not to the writer of records.
+                RecordChange::PutNode(_)
+                | RecordChange::DropNode(_)
+                | RecordChange::PutPlacement(_)
+                | RecordChange::DropPlacement(_)
+                | RecordChange::PutTicketKeys(_)
+                | RecordChange::DropTicketKeys => {
                     continue;
                 }
             } += 1;
@@ -90,14 +93,14 @@ impl Summary {
     }
 }
 
-/// What must hold for a change to happen.
+/// Condition for a change.
 #[derive(Debug, Clone, Copy, Default)]
-struct Condition {
+struct ChangeCondition {
     absent: bool,
     revision: Option<u64>,
 }
 
-impl Api {
+impl AdminApi {
     pub fn new(store: Arc<dyn Store>, ids: IdSource, on_change: OnChange) -> Self {
         Self { store, on_change, ids, writer: Mutex::new(()) }
     }
@@ -119,13 +122,13 @@ impl Api {
     }
 
     /// Stores all lines or none, and hands the changes on.
-    pub fn import(&self, lines: impl BufRead, mode: Mode) -> Result<Summary, Box<Problem>> {
+    pub fn import(&self, lines: impl BufRead, mode: ChangeMode) -> Result<ChangeSummary, Box<ProblemReply>> {
         let policy = self.ids.policy();
-        let checks = import::Checks {
+        let checks = import::RecordChecks {
             tenant: &|tenant, to| policy.check(tenant, to),
             rule: &|rule| compile(rule).err().map(|fault| place_and_message(&fault)),
         };
-        let batch = import::read(lines, &checks)?;
+        let batch = import::read_batch(lines, &checks)?;
         let _writer = self.writer.lock();
         let committed = batch.store(&*self.store, mode)?;
         Ok(self.hand_on(committed))
@@ -135,8 +138,8 @@ impl Api {
         import::export(&*self.store, to)
     }
 
-    fn route(&self, request: &Request<Bytes>) -> Result<Value, Box<Problem>> {
-        let query = Query::read(request.uri().query().unwrap_or_default());
+    fn route(&self, request: &Request<Bytes>) -> Result<Value, Box<ProblemReply>> {
+        let query = UriQuery::read(request.uri().query().unwrap_or_default());
         let condition = condition(request)?;
         let path = request.uri().path();
         let Some((kind, name)) =
@@ -170,7 +173,7 @@ impl Api {
         }
     }
 
-    fn list_tenants(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+    fn list_tenants(&self, query: &UriQuery<'_>) -> Result<Value, Box<ProblemReply>> {
         query.allow(&["after", "limit"])?;
         let revision = self.store.revision()?;
         let tenants = self.store.tenants(query.get("after").as_deref(), query.limit()?)?;
@@ -178,9 +181,9 @@ impl Api {
         Ok(json!({ "revision": revision, "tenants": tenants, "next": next }))
     }
 
-    fn list_sites(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+    fn list_sites(&self, query: &UriQuery<'_>) -> Result<Value, Box<ProblemReply>> {
         query.allow(&["after", "limit", "tenant", "host"])?;
-        let select = Select {
+        let select = SiteFilter {
             tenant: query.get("tenant").map(Into::into),
             host: query.get("host").map(Into::into),
             after: query.get("after").map(Into::into),
@@ -192,7 +195,7 @@ impl Api {
         Ok(json!({ "revision": revision, "sites": sites, "next": next }))
     }
 
-    fn list_settings(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+    fn list_settings(&self, query: &UriQuery<'_>) -> Result<Value, Box<ProblemReply>> {
         query.allow(&["after", "limit"])?;
         let revision = self.store.revision()?;
         let settings = self.store.settings(query.get("after").as_deref(), query.limit()?)?;
@@ -200,26 +203,38 @@ impl Api {
         Ok(json!({ "revision": revision, "settings": settings, "next": next }))
     }
 
-    /// Without their texts.
-    fn list_rules(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+    /// Lists the rules without their texts.
+    fn list_rules(&self, query: &UriQuery<'_>) -> Result<Value, Box<ProblemReply>> {
         query.allow(&["after", "limit"])?;
         let revision = self.store.revision()?;
-        let (after, limit) = (query.get("after").unwrap_or_default(), query.limit()?);
+        let after = query.get("after").unwrap_or_default();
+        let limit = query.limit()?;
         let mut rules = self.store.rules()?;
         rules.retain(|rule| rule.name.as_str() > &*after);
         rules.truncate(if limit == 0 { rules.len() } else { limit });
-        let row = |rule: &Rule| json!({ "name": rule.name, "bytes": rule.text.len(), "lines": rule.text.lines().count() });
+        let row = |rule: &RuleRecord| json!({ "name": rule.name, "bytes": rule.text.len(), "lines": rule.text.lines().count() });
         let next = rules.last().map(|rule| &rule.name);
         Ok(json!({ "revision": revision, "rules": rules.iter().map(row).collect::<Vec<_>>(), "next": next }))
     }
 
-    fn show(&self, kind: &str, name: &str, record: Option<impl Serialize>) -> Result<Value, Box<Problem>> {
-        let record = record.ok_or_else(|| Problem::not_found(kind, name))?;
+    fn show(
+        &self,
+        kind: &str,
+        name: &str,
+        record: Option<impl Serialize>,
+    ) -> Result<Value, Box<ProblemReply>> {
+        let record = record.ok_or_else(|| ProblemReply::not_found(kind, name))?;
         Ok(json!({ "revision": self.store.revision()?, kind: record }))
     }
 
-    /// A tenant without `uid` keeps the one it has or gets the next free one; without `gid` it gets its uid.
-    fn put_tenant(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
+    /// Stores a tenant. Without `uid` it keeps its own or gets the next free one; without `gid` it
+    /// gets its uid.
+    fn put_tenant(
+        &self,
+        name: &str,
+        body: &[u8],
+        condition: ChangeCondition,
+    ) -> Result<Value, Box<ProblemReply>> {
         let mut record = read_object("name", name, body)?;
         let _writer = self.writer.lock();
         let before = self.store.tenant(name)?;
@@ -236,19 +251,19 @@ impl Api {
             record.insert("gid".into(), gid);
         }
         let tenant: Tenant = read_record(record)?;
-        let mut findings = Findings::of_tenant(&tenant.name, None);
+        let mut findings = RecordFindings::of_tenant(&tenant.name, None);
         self.ids.policy().check(&tenant, &mut findings);
         if !findings.mistakes.is_empty() {
             return Err(TransactionError::Refused(findings.mistakes).into());
         }
-        let summary = self.commit(Change::PutTenant(Box::new(tenant.clone())))?;
+        let summary = self.commit(RecordChange::PutTenant(Box::new(tenant.clone())))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.tenants_put > 0, "tenant": tenant }))
     }
 
-    /// The next uid that nobody on this machine has and that a tenant may have.
+    /// Allocates the next uid that no user of this machine has and that a tenant may have.
     fn allocate_uid(&self) -> Result<u32, StoreError> {
         let mut uid = self.store.allocate_uid(self.ids.uid_base)?;
-        // Each one that is passed over stays unused.
+        // Each skipped uid stays unused.
         for _ in 0..UIDS_PASSED_OVER_MAX {
             if self.ids.is_free(uid) {
                 break;
@@ -258,80 +273,102 @@ impl Api {
         Ok(uid)
     }
 
-    fn put_site(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
+    fn put_site(
+        &self,
+        name: &str,
+        body: &[u8],
+        condition: ChangeCondition,
+    ) -> Result<Value, Box<ProblemReply>> {
         let site: Site = read_record(read_object("name", name, body)?)?;
         let _writer = self.writer.lock();
         self.hold(condition, "site", name, self.store.site(name)?.is_some())?;
-        let summary = self.commit(Change::PutSite(Box::new(site.clone())))?;
+        let summary = self.commit(RecordChange::PutSite(Box::new(site.clone())))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.sites_put > 0, "site": site }))
     }
 
-    fn put_setting(&self, key: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
+    fn put_setting(
+        &self,
+        key: &str,
+        body: &[u8],
+        condition: ChangeCondition,
+    ) -> Result<Value, Box<ProblemReply>> {
         let setting: Setting = read_record(read_object("key", key, body)?)?;
         let _writer = self.writer.lock();
         self.hold(condition, "setting", key, self.store.setting(key)?.is_some())?;
-        let summary = self.commit(Change::PutSetting(setting.clone()))?;
+        let summary = self.commit(RecordChange::PutSetting(setting.clone()))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.settings_put > 0, "setting": setting }))
     }
 
-    /// Compiled before it is stored: no node is to meet a rule that cannot be evaluated.
-    fn put_rule(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
-        let rule: Rule = read_record(read_object("name", name, body)?)?;
-        compile(&rule).map_err(|fault| Problem::broken_rule(fault.kind.code(), place_and_message(&fault)))?;
+    /// Stores a rule. It is compiled first: no node may get a rule that cannot be evaluated.
+    fn put_rule(
+        &self,
+        name: &str,
+        body: &[u8],
+        condition: ChangeCondition,
+    ) -> Result<Value, Box<ProblemReply>> {
+        let rule: RuleRecord = read_record(read_object("name", name, body)?)?;
+        compile(&rule)
+            .map_err(|fault| ProblemReply::broken_rule(fault.kind.code(), place_and_message(&fault)))?;
         let _writer = self.writer.lock();
         self.hold(condition, "rule", name, self.store.rule(name)?.is_some())?;
-        let summary = self.commit(Change::PutRule(rule))?;
+        let summary = self.commit(RecordChange::PutRule(rule))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.rules_put > 0, "name": name }))
     }
 
-    fn drop_tenant(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+    fn drop_tenant(&self, name: &str, condition: ChangeCondition) -> Result<Value, Box<ProblemReply>> {
         let _writer = self.writer.lock();
-        let tenant = self.store.tenant(name)?.ok_or_else(|| Problem::not_found("tenant", name))?;
+        let tenant = self.store.tenant(name)?.ok_or_else(|| ProblemReply::not_found("tenant", name))?;
         self.hold(condition, "tenant", name, true)?;
-        let summary = self.commit(Change::DropTenant(tenant.name))?;
+        let summary = self.commit(RecordChange::DropTenant(tenant.name))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
-    fn drop_site(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+    fn drop_site(&self, name: &str, condition: ChangeCondition) -> Result<Value, Box<ProblemReply>> {
         let _writer = self.writer.lock();
-        let site = self.store.site(name)?.ok_or_else(|| Problem::not_found("site", name))?;
+        let site = self.store.site(name)?.ok_or_else(|| ProblemReply::not_found("site", name))?;
         self.hold(condition, "site", name, true)?;
-        let summary = self.commit(Change::DropSite(site.name))?;
+        let summary = self.commit(RecordChange::DropSite(site.name))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
-    fn drop_setting(&self, key: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+    fn drop_setting(&self, key: &str, condition: ChangeCondition) -> Result<Value, Box<ProblemReply>> {
         let _writer = self.writer.lock();
-        let setting = self.store.setting(key)?.ok_or_else(|| Problem::not_found("setting", key))?;
+        let setting = self.store.setting(key)?.ok_or_else(|| ProblemReply::not_found("setting", key))?;
         self.hold(condition, "setting", key, true)?;
-        let summary = self.commit(Change::DropSetting(setting.key.into()))?;
+        let summary = self.commit(RecordChange::DropSetting(setting.key.into()))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
-    fn drop_rule(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+    fn drop_rule(&self, name: &str, condition: ChangeCondition) -> Result<Value, Box<ProblemReply>> {
         let _writer = self.writer.lock();
-        let rule = self.store.rule(name)?.ok_or_else(|| Problem::not_found("rule", name))?;
+        let rule = self.store.rule(name)?.ok_or_else(|| ProblemReply::not_found("rule", name))?;
         self.hold(condition, "rule", name, true)?;
-        let summary = self.commit(Change::DropRule(rule.name))?;
+        let summary = self.commit(RecordChange::DropRule(rule.name))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
-    fn hold(&self, condition: Condition, kind: &str, name: &str, exists: bool) -> Result<(), Box<Problem>> {
+    fn hold(
+        &self,
+        condition: ChangeCondition,
+        kind: &str,
+        name: &str,
+        exists: bool,
+    ) -> Result<(), Box<ProblemReply>> {
         if condition.absent && exists {
-            return Err(Problem::exists(kind, name));
+            return Err(ProblemReply::exists(kind, name));
         }
         let Some(expected) = condition.revision else { return Ok(()) };
         let found = self.store.revision()?;
-        if found == expected { Ok(()) } else { Err(Problem::outdated(expected, found)) }
+        if found == expected { Ok(()) } else { Err(ProblemReply::outdated(expected, found)) }
     }
 
-    fn commit(&self, change: Change) -> Result<Summary, Box<Problem>> {
+    fn commit(&self, change: RecordChange) -> Result<ChangeSummary, Box<ProblemReply>> {
         debug_assert!(self.writer.is_locked(), "changes are handed on in order only under the lock");
-        Ok(self.hand_on(self.store.transaction(vec![change], Mode::Merge)?))
+        Ok(self.hand_on(self.store.transaction(vec![change], ChangeMode::Merge)?))
     }
 
-    fn hand_on(&self, committed: Committed) -> Summary {
-        let summary = Summary::of(&committed);
+    fn hand_on(&self, committed: CommittedChanges) -> ChangeSummary {
+        let summary = ChangeSummary::of(&committed);
         if !committed.changes.is_empty() && !self.store.tells_changes() {
             (self.on_change)(committed.changes, committed.revision);
         }
@@ -339,11 +376,11 @@ impl Api {
     }
 }
 
-fn compile(rule: &Rule) -> Result<(), RuleFault> {
+fn compile(rule: &RuleRecord) -> Result<(), RuleFault> {
     rule_check::check(rule.text.as_bytes(), &format!("{STORED}{}", rule.name))
 }
 
-/// A problem tells the code apart.
+/// Returns place and message; a problem has the code in its own field.
 pub fn place_and_message(fault: &RuleFault) -> String {
     let RuleFault { file, line, message, .. } = fault;
     line.map_or_else(|| format!("{file}: {message}"), |line| format!("{file}:{line}: {message}"))
@@ -351,19 +388,19 @@ pub fn place_and_message(fault: &RuleFault) -> String {
 
 // === Requests ===
 
-pub(super) fn unknown_path(path: &str) -> Box<Problem> {
+pub(super) fn unknown_path(path: &str) -> Box<ProblemReply> {
     let detail = format!(
         "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/rules, /v1/import, /v1/export, /v1/instances"
     );
-    Problem::request(StatusCode::NOT_FOUND, detail)
+    ProblemReply::request(StatusCode::NOT_FOUND, detail)
 }
 
-pub(super) fn wrong_method(method: &Method, instead: &str) -> Box<Problem> {
+pub(super) fn wrong_method(method: &Method, instead: &str) -> Box<ProblemReply> {
     let detail = format!("{method} is not possible here: use {instead}");
-    Problem::request(StatusCode::METHOD_NOT_ALLOWED, detail)
+    ProblemReply::request(StatusCode::METHOD_NOT_ALLOWED, detail)
 }
 
-pub(super) fn refuse(problem: &Problem) -> Response<Bytes> {
+pub(super) fn refuse(problem: &ProblemReply) -> Response<Bytes> {
     let body = serde_json::to_vec(problem).expect("a problem has text keys");
     let mut response = Response::new(body.into());
     *response.status_mut() = problem.status();
@@ -371,35 +408,39 @@ pub(super) fn refuse(problem: &Problem) -> Response<Bytes> {
     response
 }
 
-pub(super) fn mode(request_query: &str) -> Result<Mode, Box<Problem>> {
-    let query = Query::read(request_query);
+pub(super) fn mode(request_query: &str) -> Result<ChangeMode, Box<ProblemReply>> {
+    let query = UriQuery::read(request_query);
     query.allow(&["mode"])?;
     match query.get("mode").as_deref() {
-        None | Some("merge") => Ok(Mode::Merge),
-        Some("replace") => Ok(Mode::Replace),
+        None | Some("merge") => Ok(ChangeMode::Merge),
+        Some("replace") => Ok(ChangeMode::Replace),
         Some(other) => {
             let detail = format!("mode '{other}' is unknown: use merge or replace");
-            Err(Problem::request(StatusCode::BAD_REQUEST, detail))
+            Err(ProblemReply::request(StatusCode::BAD_REQUEST, detail))
         }
     }
 }
 
-fn condition(request: &Request<Bytes>) -> Result<Condition, Box<Problem>> {
+fn condition(request: &Request<Bytes>) -> Result<ChangeCondition, Box<ProblemReply>> {
     let text = |name| request.headers().get(name).map(|value| value.to_str().unwrap_or_default());
     let absent = text(header::IF_NONE_MATCH);
     let revision = text(header::IF_MATCH).map(|tag| tag.trim_matches('"').parse());
     match (absent, revision.transpose()) {
-        (None | Some("*"), Ok(revision)) => Ok(Condition { absent: absent.is_some(), revision }),
-        _ => Err(Problem::request(
+        (None | Some("*"), Ok(revision)) => Ok(ChangeCondition { absent: absent.is_some(), revision }),
+        _ => Err(ProblemReply::request(
             StatusCode::BAD_REQUEST,
             "If-Match takes one ETag of this interface, and If-None-Match only *",
         )),
     }
 }
 
-/// The body as an object that has the name the path says, in its field `field`.
-fn read_object(field: &str, name: &str, body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Problem>> {
-    let bad = |detail: String| Problem::request(StatusCode::BAD_REQUEST, detail);
+/// Returns the body as an object whose field `field` has the name from the path.
+fn read_object(
+    field: &str,
+    name: &str,
+    body: &[u8],
+) -> Result<serde_json::Map<String, Value>, Box<ProblemReply>> {
+    let bad = |detail: String| ProblemReply::request(StatusCode::BAD_REQUEST, detail);
     let mut record: serde_json::Map<String, Value> = serde_json::from_slice(body)
         .map_err(|error| bad(format!("the body is not a JSON object: {error}")))?;
     match record.get(field) {
@@ -412,15 +453,15 @@ fn read_object(field: &str, name: &str, body: &[u8]) -> Result<serde_json::Map<S
 
 fn read_record<T: serde::de::DeserializeOwned>(
     record: serde_json::Map<String, Value>,
-) -> Result<T, Box<Problem>> {
+) -> Result<T, Box<ProblemReply>> {
     serde_json::from_value(Value::Object(record))
-        .map_err(|error| Problem::request(StatusCode::UNPROCESSABLE_ENTITY, error))
+        .map_err(|error| ProblemReply::request(StatusCode::UNPROCESSABLE_ENTITY, error))
 }
 
-/// `a=b&c=d`, percent-decoded when asked for.
-pub(super) struct Query<'a>(Vec<(&'a str, &'a str)>);
+/// `a=b&c=d`, percent-decoded on demand.
+pub(super) struct UriQuery<'a>(Vec<(&'a str, &'a str)>);
 
-impl<'a> Query<'a> {
+impl<'a> UriQuery<'a> {
     pub(super) fn read(text: &'a str) -> Self {
         let pairs = text.split('&').filter(|pair| !pair.is_empty());
         Self(pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).collect())
@@ -431,22 +472,23 @@ impl<'a> Query<'a> {
         Some(percent_decode_str(value).decode_utf8_lossy())
     }
 
-    /// A misspelt condition must not show, or change, more than was meant.
-    pub(super) fn allow(&self, known: &[&str]) -> Result<(), Box<Problem>> {
+    /// Fails for unknown conditions. A misspelt condition must not show, or change, more than was
+    /// meant.
+    pub(super) fn allow(&self, known: &[&str]) -> Result<(), Box<ProblemReply>> {
         match self.0.iter().find(|(key, _)| !known.contains(key)) {
             None => Ok(()),
             Some((key, _)) => {
                 let detail = format!("'{key}' is unknown here: use {}", known.join(", "));
-                Err(Problem::request(StatusCode::BAD_REQUEST, detail))
+                Err(ProblemReply::request(StatusCode::BAD_REQUEST, detail))
             }
         }
     }
 
-    pub(super) fn limit(&self) -> Result<usize, Box<Problem>> {
+    pub(super) fn limit(&self) -> Result<usize, Box<ProblemReply>> {
         let Some(text) = self.get("limit") else { return Ok(0) };
         let number = text.parse().ok().filter(|limit| *limit > 0);
         number.ok_or_else(|| {
-            Problem::request(StatusCode::BAD_REQUEST, format!("limit '{text}' is not a number above 0"))
+            ProblemReply::request(StatusCode::BAD_REQUEST, format!("limit '{text}' is not a number above 0"))
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The admin interface's client, for commands: it blocks, one request after the other.
 //!
-//! Not here: what the requests mean (`api`), what is printed (`cli`).
+//! Not here: the meaning of the requests (`api`), printing (`cli`).
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -15,27 +15,27 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
-use nagaya_cmdb::instance::Exec;
-use nagaya_cmdb::store::Mode;
+use nagaya_records::instance::ExecCommand;
+use nagaya_store::ChangeMode;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::stream;
-use super::{Problem, Summary, exec};
+use super::{ChangeSummary, ProblemReply, exec};
 
-/// How long a node may take to accept the connection.
+/// Longest time for a node to accept the connection.
 const CONNECT_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// How long a node may take to begin an answer. An import of a million lines is within it, and the slowest start of an
-/// application.
+/// Longest time for a node to begin a response. It covers an import of a million lines, and the
+/// slowest start of an application.
 const ANSWER_WAIT_MAX: Duration = Duration::from_secs(360);
 
-/// Longest answer that is not streamed, in bytes: a page of the longest records.
+/// Longest response that is not streamed, in bytes: a page of the longest records.
 const ANSWER_LEN_MAX: usize = 128 << 20;
 
-/// How much is read from a file at once, in bytes.
+/// Bytes read from a file at once.
 const READ_LEN: usize = 64 << 10;
 
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +45,7 @@ pub enum ClientError {
     #[error("{}: the node did not answer as expected: {detail}", path.display())]
     Broken { path: PathBuf, detail: String },
     #[error("{0}")]
-    Refused(Box<Problem>),
+    Refused(Box<ProblemReply>),
     #[error("reading what to import: {0}")]
     Source(io::Error),
     #[error("writing the answer: {0}")]
@@ -53,15 +53,15 @@ pub enum ClientError {
 }
 
 #[derive(Debug)]
-pub struct Client {
+pub struct AdminClient {
     path: PathBuf,
     runtime: Runtime,
 }
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
-impl Client {
-    /// Connects once, to learn whether a node is there.
+impl AdminClient {
+    /// Connects once, to learn whether a node runs.
     pub fn open(path: &Path) -> Result<Self, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| ClientError::Connect { path: path.into(), error })?;
@@ -70,7 +70,7 @@ impl Client {
         Ok(client)
     }
 
-    /// A whole answer, whatever its status.
+    /// Sends a request and returns the whole response, whatever its status.
     pub fn call(&self, request: Request<Bytes>) -> Result<Response<Bytes>, ClientError> {
         let request = request.map(|body| Full::new(body).map_err(|never| match never {}).boxed_unsync());
         self.runtime.block_on(async {
@@ -82,8 +82,8 @@ impl Client {
         })
     }
 
-    /// Asks for a command in an instance. What comes of it is said over the connection that this gives.
-    pub fn exec(&self, site: &str, exec: &Exec) -> Result<OwnedFd, ClientError> {
+    /// Requests a command in an instance. The returned connection reports its outcome.
+    pub fn exec(&self, site: &str, exec: &ExecCommand) -> Result<OwnedFd, ClientError> {
         let body = serde_json::to_vec(exec).map_err(|error| self.broken(error))?;
         let body = Full::new(Bytes::from(body)).map_err(|never| match never {}).boxed_unsync();
         let mut request = post(&format!("/v1/instances/{site}/exec"), body);
@@ -102,13 +102,18 @@ impl Client {
         })
     }
 
-    /// Sends all that `lines` gives; if reading it fails, the node stores nothing.
-    pub fn import(&self, mut lines: impl Read + Send + 'static, mode: Mode) -> Result<Summary, ClientError> {
-        let mode = if mode == Mode::Replace { "replace" } else { "merge" };
+    /// Sends all lines of `lines`; if reading them fails, the node stores nothing.
+    pub fn import(
+        &self,
+        mut lines: impl Read + Send + 'static,
+        mode: ChangeMode,
+    ) -> Result<ChangeSummary, ClientError> {
+        let mode = if mode == ChangeMode::Replace { "replace" } else { "merge" };
         let (mut sender, receiver) = stream::channel();
         let failure = Arc::new(Mutex::new(None));
         let failed = failure.clone();
-        // Nobody waits for this thread: the node may answer before all was read, and reading may block.
+        // This thread is not waited for: the node may respond before all was read, and reading may
+        // block.
         std::thread::spawn(move || {
             let mut piece = vec![0; READ_LEN];
             loop {
@@ -168,7 +173,7 @@ impl Client {
     async fn send(&self, request: Request<Body>) -> Result<Response<Incoming>, ClientError> {
         let stream = TokioIo::new(self.connect().await?);
         let (mut sender, connection) = http1::handshake(stream).await.map_err(|error| self.broken(error))?;
-        // It ends with the answer's body; its errors come out of `sender` or of that body.
+        // It ends with the response's body; its errors appear in `sender` or in that body.
         tokio::spawn(connection.with_upgrades());
         let response = timeout(ANSWER_WAIT_MAX, sender.send_request(request)).await;
         response.map_err(|_| self.silent())?.map_err(|error| self.broken(error))
@@ -191,7 +196,7 @@ impl Client {
     }
 
     fn silent(&self) -> ClientError {
-        self.broken(format!("nothing came for {} s", ANSWER_WAIT_MAX.as_secs()))
+        self.broken(format!("no data arrived for {} s", ANSWER_WAIT_MAX.as_secs()))
     }
 }
 
@@ -204,7 +209,7 @@ fn post(path: &str, body: Body) -> Request<Body> {
 }
 
 fn request(method: http::Method, path: &str, body: Body) -> Request<Body> {
-    // The socket is the host; HTTP/1.1 still wants the header (RFC 9112 section 3.2).
+    // The socket is the host; HTTP/1.1 still requires the field (RFC 9112 section 3.2).
     Request::builder()
         .method(method)
         .uri(path)

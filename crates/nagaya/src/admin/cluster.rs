@@ -1,20 +1,24 @@
-//! The cluster over the admin interface: what is asked of it or done to it, by method and path.
+//! The cluster over the admin interface: queries and commands, by method and path.
 //!
-//! | method and path | what |
-//! |---|---|
-//! | `GET /v1/cluster` | this node as a member, and how old what it knows is |
-//! | `POST /v1/cluster` | makes a cluster of this node: [`Found`] |
-//! | `POST /v1/cluster/join` | makes this node a member: [`Join`] |
-//! | `POST /v1/cluster/tokens` | makes a token by which one machine joins: [`NewToken`] |
-//! | `GET /v1/cluster/tokens`, `DELETE /v1/cluster/tokens/ID` | those that are still good, without what is secret; ends one |
-//! | `POST /v1/cluster/authority?finish=true\|false` | exchanges the authority of certificates, in two steps |
-//! | `POST /v1/cluster/store` | how this member reaches the store from now on: [`Etcd`] |
-//! | `POST /v1/cluster/repair` | writes what this node knows in the place of values that do not count |
-//! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true&stolen=true` | its nodes |
-//! | `GET /v1/placements` | where applications run: `after=SITE`, `limit=N`, `node=NAME` |
-//! | `GET /v1/placements/SITE` | where one runs, why there, and how it came there |
-//! | `POST /v1/placements/SITE/move?to=NODE` | moves one |
-//! | `GET /v1/events?limit=N` | what this node saw happen in the cluster, the latest first |
+//! Paths and their purposes:
+//!
+//! - `GET /v1/cluster`: this node as a member, and the age of its knowledge
+//! - `POST /v1/cluster`: makes a cluster of this node: [`FoundCommand`]
+//! - `POST /v1/cluster/join`: makes this node a member: [`JoinCommand`]
+//! - `POST /v1/cluster/tokens`: makes a token by which one machine joins: [`NewToken`]
+//! - `GET /v1/cluster/tokens`: the tokens that are still good, without their secrets
+//! - `DELETE /v1/cluster/tokens/ID`: ends a token
+//! - `POST /v1/cluster/authority?finish=true|false`: exchanges the authority of certificates, in
+//!   two steps
+//! - `POST /v1/cluster/store`: how this member reaches the store from now on: [`EtcdAccess`]
+//! - `POST /v1/cluster/repair`: replaces values that do not count by those that this node knows
+//! - `GET /v1/nodes`: the nodes of the cluster
+//! - `POST /v1/nodes/NAME/drain`, `/undrain`: drains a node, and ends that
+//! - `DELETE /v1/nodes/NAME?force=true&stolen=true`: removes a node
+//! - `GET /v1/placements`: where applications run: `after=SITE`, `limit=N`, `node=NAME`
+//! - `GET /v1/placements/SITE`: where one runs, the reason, and the history
+//! - `POST /v1/placements/SITE/move?to=NODE`: moves one
+//! - `GET /v1/events?limit=N`: cluster events seen by this node, the latest first
 //!
 //! Not here: doing it (`supervisor::cluster`), the commands (`cli::cluster`).
 
@@ -25,34 +29,34 @@ use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::api::{self, Query};
+use super::api::{self, UriQuery};
 use super::server::short_body;
-use super::{Node, Problem};
-use crate::supervisor::Etcd;
+use super::{AdminNode, ProblemReply};
+use crate::etcd_access::EtcdAccess;
 
-/// Most placements in one answer.
+/// Most placements in one response.
 pub const PLACEMENTS_MAX: usize = 1_000;
 
-/// Most events in one answer.
+/// Most events in one response.
 pub const EVENTS_MAX: usize = 2_000;
 
-/// What is asked of a cluster.
-pub enum Ask {
-    Found(Found),
-    Join(Join),
+/// A query or command for a cluster.
+pub enum ClusterCommand {
+    Found(FoundCommand),
+    Join(JoinCommand),
     Status,
     Token(NewToken),
     Tokens,
     Revoke {
         id: String,
     },
-    /// Exchanges the authority; with `finish`, stops believing the one before.
+    /// Exchanges the CA; with `finish`, ends trust in the former one.
     Authority {
         finish: bool,
     },
     /// How this member reaches the store from now on.
-    Store(Etcd),
-    /// Values that do not count are written anew from what this node knows.
+    Store(EtcdAccess),
+    /// Replaces values that do not count by this node's known ones.
     Repair,
     Nodes,
     Drain {
@@ -84,46 +88,46 @@ pub enum Ask {
 /// A cluster that begins with this node and its records.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Found {
+pub struct FoundCommand {
     pub cluster: String,
-    pub etcd: Etcd,
+    pub etcd: EtcdAccess,
 }
 
 /// This node becomes a member of a cluster, and takes over its records.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Join {
-    /// `None`: the token's.
+pub struct JoinCommand {
+    /// `None` means the token's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cluster: Option<String>,
-    /// What is not said here is as the token says it.
-    pub etcd: Etcd,
+    /// Missing values come from the token.
+    pub etcd: EtcdAccess,
     pub token: String,
-    /// Records of its own are dropped; else a node that has any is not taken.
+    /// Records of its own are dropped; otherwise a node that has any is refused.
     #[serde(default)]
     pub discard: bool,
 }
 
-/// A token by which one machine becomes a member.
+/// A token with which one machine becomes a member.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewToken {
-    /// It is good for so long.
+    /// Time for which it is valid.
     pub ttl_seconds: u64,
-    /// PEM: what the machine is to show etcd. `None`: it has to bring its own.
+    /// PEM: the machine's client certificate for etcd. `None` if it has to bring its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
 }
 
-/// Whether a path is answered here.
+/// Returns whether this module answers a path.
 pub fn is_asked(path: &str) -> bool {
     let first = path.strip_prefix("/v1/").and_then(|rest| rest.split('/').next());
     matches!(first, Some("cluster" | "nodes" | "placements" | "events"))
 }
 
-pub async fn answer(node: &dyn Node, request: Request<Incoming>) -> Response<Bytes> {
+pub async fn answer(node: &dyn AdminNode, request: Request<Incoming>) -> Response<Bytes> {
     let (head, body) = request.into_parts();
     let asked = async {
         let body = short_body(body).await?;
@@ -141,8 +145,8 @@ pub async fn answer(node: &dyn Node, request: Request<Incoming>) -> Response<Byt
     }
 }
 
-fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Box<Problem>> {
-    let query = Query::read(query);
+fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<ClusterCommand, Box<ProblemReply>> {
+    let query = UriQuery::read(query);
     let segments: Vec<_> = path.trim_start_matches("/v1/").split('/').collect();
     let name = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
     let allowed: &[&str] = match segments[..] {
@@ -156,48 +160,56 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
     query.allow(allowed)?;
     let flag = |key| query.get(key).is_some_and(|value| value == "true");
     let (needed, ask) = match (&segments[..], method) {
-        (["cluster"], &Method::POST) => return Ok(Ask::Found(parse(body)?)),
-        (["cluster"], _) => (Method::GET, Ask::Status),
-        (["cluster", "join"], &Method::POST) => return Ok(Ask::Join(parse(body)?)),
+        (["cluster"], &Method::POST) => return Ok(ClusterCommand::Found(parse(body)?)),
+        (["cluster"], _) => (Method::GET, ClusterCommand::Status),
+        (["cluster", "join"], &Method::POST) => return Ok(ClusterCommand::Join(parse(body)?)),
         (["cluster", "join"], _) => return Err(api::wrong_method(method, "POST")),
-        (["cluster", "tokens"], &Method::POST) => return Ok(Ask::Token(parse(body)?)),
-        (["cluster", "tokens"], _) => (Method::GET, Ask::Tokens),
-        (["cluster", "tokens", id], _) => (Method::DELETE, Ask::Revoke { id: name(id) }),
-        (["cluster", "authority"], _) => (Method::POST, Ask::Authority { finish: flag("finish") }),
-        (["cluster", "store"], &Method::POST) => return Ok(Ask::Store(parse(body)?)),
+        (["cluster", "tokens"], &Method::POST) => return Ok(ClusterCommand::Token(parse(body)?)),
+        (["cluster", "tokens"], _) => (Method::GET, ClusterCommand::Tokens),
+        (["cluster", "tokens", id], _) => (Method::DELETE, ClusterCommand::Revoke { id: name(id) }),
+        (["cluster", "authority"], _) => (Method::POST, ClusterCommand::Authority { finish: flag("finish") }),
+        (["cluster", "store"], &Method::POST) => return Ok(ClusterCommand::Store(parse(body)?)),
         (["cluster", "store"], _) => return Err(api::wrong_method(method, "POST")),
-        (["cluster", "repair"], _) => (Method::POST, Ask::Repair),
-        (["nodes"], _) => (Method::GET, Ask::Nodes),
+        (["cluster", "repair"], _) => (Method::POST, ClusterCommand::Repair),
+        (["nodes"], _) => (Method::GET, ClusterCommand::Nodes),
         (["nodes", node], _) => {
-            let (force, stolen) = (flag("force"), flag("stolen"));
-            (Method::DELETE, Ask::Remove { node: name(node), force, stolen })
+            let force = flag("force");
+            let stolen = flag("stolen");
+            (Method::DELETE, ClusterCommand::Remove { node: name(node), force, stolen })
         }
         (["nodes", node, word @ ("drain" | "undrain")], _) => {
-            (Method::POST, Ask::Drain { node: name(node), on: *word == "drain" })
+            (Method::POST, ClusterCommand::Drain { node: name(node), on: *word == "drain" })
         }
         (["placements"], _) => {
-            let (after, node) = (query.get("after"), query.get("node"));
+            let after = query.get("after");
+            let node = query.get("node");
             let limit = query.limit()?.clamp(1, PLACEMENTS_MAX);
             let own = |text: Option<std::borrow::Cow<'_, str>>| text.map(std::borrow::Cow::into_owned);
-            (Method::GET, Ask::Placements { after: own(after), limit, node: own(node) })
+            (Method::GET, ClusterCommand::Placements { after: own(after), limit, node: own(node) })
         }
-        (["placements", site], _) => (Method::GET, Ask::Placement { site: name(site) }),
-        (["events"], _) => (Method::GET, Ask::Events { limit: query.limit()?.clamp(1, EVENTS_MAX) }),
-        (["placements", site, "move"], _) => {
-            (Method::POST, Ask::Move { site: name(site), to: query.get("to").map(|to| to.into_owned()) })
+        (["placements", site], _) => (Method::GET, ClusterCommand::Placement { site: name(site) }),
+        (["events"], _) => {
+            (Method::GET, ClusterCommand::Events { limit: query.limit()?.clamp(1, EVENTS_MAX) })
         }
+        (["placements", site, "move"], _) => (
+            Method::POST,
+            ClusterCommand::Move { site: name(site), to: query.get("to").map(|to| to.into_owned()) },
+        ),
         _ => return Err(api::unknown_path(path)),
     };
     if *method == needed { Ok(ask) } else { Err(api::wrong_method(method, needed.as_str())) }
 }
 
-fn parse<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, Box<Problem>> {
+fn parse<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, Box<ProblemReply>> {
     serde_json::from_slice(body).map_err(|error| {
-        Problem::request(StatusCode::BAD_REQUEST, format!("the body is not what this path takes: {error}"))
+        ProblemReply::request(
+            StatusCode::BAD_REQUEST,
+            format!("the body is not what this path takes: {error}"),
+        )
     })
 }
 
-/// What a list of the interface is told as.
+/// Returns a list in the form of the interface.
 pub fn list(key: &str, rows: Vec<Value>) -> Value {
     Value::Object([(key.to_owned(), Value::Array(rows))].into_iter().collect())
 }
@@ -241,6 +253,6 @@ mod tests {
     #[test]
     fn a_drain_names_its_node_as_it_was_written() {
         let ask = read(&Method::POST, "/v1/nodes/n%2D1/undrain", "", b"").ok();
-        assert!(matches!(ask, Some(Ask::Drain { node, on: false }) if node == "n-1"));
+        assert!(matches!(ask, Some(ClusterCommand::Drain { node, on: false }) if node == "n-1"));
     }
 }

@@ -1,8 +1,9 @@
-//! A command in an instance over the admin interface: the request's connection becomes that of the command, and is handed
-//! to the keeper as it is. Both ends of that: the server's, and the client's.
+//! A command in an instance over the admin interface. The request's connection becomes the
+//! command's, and goes to the keeper as it is. This module has both ends: the server's and the
+//! client's.
 //!
-//! What is said over it from then on: `nagaya_cmdb::instance::ExecSaid`. Not here: running it (`nagaya_keeper`), pipes and
-//! terminals at this end (`cli::exec`).
+//! From then on it carries `nagaya_records::instance::ExecSaid`. Not here: running it
+//! (`nagaya_keeper`), pipes and terminals at this end (`cli::exec`).
 
 use std::borrow::Cow;
 use std::io;
@@ -15,25 +16,26 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use hyper::body::Incoming;
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
-use nagaya_cmdb::instance::Exec;
+use nagaya_records::instance::ExecCommand;
 use percent_encoding::percent_decode_str;
 use tokio::net::UnixStream;
 
 use super::server::{INSTANCES, short_body};
-use super::{Node, Problem, api};
+use super::{AdminNode, ProblemReply, api};
 
-/// What the connection is upgraded to.
+/// Protocol to which the connection is upgraded.
 pub const PROTOCOL: HeaderValue = HeaderValue::from_static("nagaya-exec");
 
-/// The site of `/v1/instances/SITE/exec`.
+/// Returns the site of `/v1/instances/SITE/exec`.
 pub fn site_of(path: &str) -> Option<Cow<'_, str>> {
     let site = path.strip_prefix(INSTANCES)?.strip_suffix("/exec")?;
     Some(percent_decode_str(site).decode_utf8_lossy())
 }
 
-/// Answers the request for a command. What is wrong with the command itself, and with the instance, the keeper says.
+/// Answers the request for a command. The keeper reports faults of the command itself, and of the
+/// instance.
 pub async fn answer(
-    node: &Arc<dyn Node>,
+    node: &Arc<dyn AdminNode>,
     method: &Method,
     site: String,
     mut request: Request<Incoming>,
@@ -43,7 +45,7 @@ pub async fn answer(
     }
     if request.headers().get(header::UPGRADE) != Some(&PROTOCOL) {
         let detail = "a command needs a connection of its own: send 'Upgrade: nagaya-exec'";
-        return api::refuse(&Problem::request(StatusCode::UPGRADE_REQUIRED, detail));
+        return api::refuse(&ProblemReply::request(StatusCode::UPGRADE_REQUIRED, detail));
     }
     let upgrade = hyper::upgrade::on(&mut request);
     let exec = match short_body(request.into_body()).await.and_then(|body| read(site, &body)) {
@@ -51,13 +53,13 @@ pub async fn answer(
         Err(problem) => return api::refuse(&problem),
     };
     let node = Arc::clone(node);
-    // It ends with the upgrade, and that with the answer below.
+    // It ends with the upgrade, and that with the response below.
     tokio::spawn(async move {
         let passed = match upgrade.await {
             Ok(upgraded) => descriptor(upgraded).map(|connection| node.exec(exec, connection)),
             Err(error) => Err(io::Error::other(error)),
         };
-        // Either way the connection is closed, and who waits sees that.
+        // In both cases the connection is closed, and the waiting client sees that.
         if let Err(error) = passed {
             tracing::debug!(%error, "a command's connection was lost before it began");
         }
@@ -69,20 +71,21 @@ pub async fn answer(
     response
 }
 
-fn read(site: String, body: &[u8]) -> Result<Exec, Box<Problem>> {
-    let exec: Exec = serde_json::from_slice(body)
-        .map_err(|error| Problem::request(StatusCode::UNPROCESSABLE_ENTITY, error))?;
-    Ok(Exec { site, ..exec })
+fn read(site: String, body: &[u8]) -> Result<ExecCommand, Box<ProblemReply>> {
+    let exec: ExecCommand = serde_json::from_slice(body)
+        .map_err(|error| ProblemReply::request(StatusCode::UNPROCESSABLE_ENTITY, error))?;
+    Ok(ExecCommand { site, ..exec })
 }
 
-/// The connection beneath. Its other end says nothing before it is answered, so nothing of it was read.
+/// Returns the underlying connection. Its other end sends nothing before the response, so nothing
+/// of it was read.
 pub fn descriptor(upgraded: Upgraded) -> io::Result<OwnedFd> {
     let unexpected = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let parts = upgraded
         .downcast::<TokioIo<UnixStream>>()
         .map_err(|_| unexpected("the connection is no plain socket"))?;
     if !parts.read_buf.is_empty() {
-        return Err(unexpected("something was said before it was time"));
+        return Err(unexpected("data arrived before the connection was ready"));
     }
     Ok(StdUnixStream::into(parts.io.into_inner().into_std()?))
 }

@@ -1,32 +1,33 @@
-//! One instance over the admin interface: what is asked of it or done to it, and the keeper's answer as a response.
+//! One instance over the admin interface: queries and commands, and the keeper's reply as a
+//! response.
 //!
 //! Not here: instances themselves (`nagaya_keeper`), the commands (`cli::instance`).
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use nagaya_base::Code;
-use nagaya_cmdb::instance::{Act, Tier};
+use nagaya_records::instance::{InstanceCommand, Tier};
 use percent_encoding::percent_decode_str;
 use serde_json::Value;
 
-use super::api::{self, Query};
-use super::{Node, Problem};
+use super::api::{self, UriQuery};
+use super::{AdminNode, ProblemReply};
 
-/// It does not fit how the instance is now, which is no error of the keeper's.
+/// The command does not fit the instance's present state, which is not an error of the keeper.
 const CODE_UNFIT: Code = Code(512);
 
-/// Answers a request for what follows `/v1/instances/`.
-pub async fn answer(node: &dyn Node, method: &Method, rest: &str, query: &str) -> Response<Bytes> {
+/// Answers a request for the rest after `/v1/instances/`.
+pub async fn answer(node: &dyn AdminNode, method: &Method, rest: &str, query: &str) -> Response<Bytes> {
     let (site, act) = match read(method, rest, query) {
         Ok(asked) => asked,
         Err(problem) => return api::refuse(&problem),
     };
     let Some(text) = node.instance(site.clone(), act).await else {
-        return api::refuse(&Problem::silent("keeper"));
+        return api::refuse(&ProblemReply::silent("keeper"));
     };
     let said: Value = serde_json::from_str(&text).unwrap_or_default();
     if said.is_null() {
-        return api::refuse(&Problem::not_found("instance", &site));
+        return api::refuse(&ProblemReply::not_found("instance", &site));
     }
     if let Some(problem) = problem(&said) {
         return api::refuse(&problem);
@@ -36,37 +37,41 @@ pub async fn answer(node: &dyn Node, method: &Method, rest: &str, query: &str) -
     response
 }
 
-fn read(method: &Method, rest: &str, query: &str) -> Result<(String, Act), Box<Problem>> {
+fn read(method: &Method, rest: &str, query: &str) -> Result<(String, InstanceCommand), Box<ProblemReply>> {
     let (site, what) = rest.split_once('/').unwrap_or((rest, ""));
-    let query = Query::read(query);
+    let query = UriQuery::read(query);
     query.allow(if what == "rest" { &["to"] } else { &[] })?;
     let act = match what {
-        "" => Act::Inspect,
-        "logs" => Act::Logs,
-        "wake" => Act::Wake,
-        "rest" => Act::Rest { to: query.get("to").map(|word| tier(&word)).transpose()? },
-        "image" => Act::Image,
-        "restart" => Act::Restart,
-        "stop" => Act::Stop,
+        "" => InstanceCommand::Inspect,
+        "logs" => InstanceCommand::Logs,
+        "wake" => InstanceCommand::Wake,
+        "rest" => InstanceCommand::Rest { to: query.get("to").map(|word| tier(&word)).transpose()? },
+        "image" => InstanceCommand::Image,
+        "restart" => InstanceCommand::Restart,
+        "stop" => InstanceCommand::Stop,
         _ => return Err(api::unknown_path(&format!("/v1/instances/{rest}"))),
     };
-    let needed = if matches!(act, Act::Inspect | Act::Logs) { Method::GET } else { Method::POST };
+    let needed = if matches!(act, InstanceCommand::Inspect | InstanceCommand::Logs) {
+        Method::GET
+    } else {
+        Method::POST
+    };
     if *method != needed {
         return Err(api::wrong_method(method, needed.as_str()));
     }
     Ok((percent_decode_str(site).decode_utf8_lossy().into_owned(), act))
 }
 
-fn tier(word: &str) -> Result<Tier, Box<Problem>> {
+fn tier(word: &str) -> Result<Tier, Box<ProblemReply>> {
     Tier::ALL.into_iter().find(|tier| tier.as_str() == word).ok_or_else(|| {
         let known: Vec<_> = Tier::ALL.iter().rev().map(|tier| tier.as_str()).collect();
         let detail = format!("'{word}' is no tier: use {}", known.join(", "));
-        Problem::request(StatusCode::BAD_REQUEST, detail)
+        ProblemReply::request(StatusCode::BAD_REQUEST, detail)
     })
 }
 
-/// What the keeper would not or could not do: `{"error": "...", "code": "NGYnnnn"}`.
-fn problem(said: &Value) -> Option<Box<Problem>> {
+/// Returns the keeper's refusal or failure: `{"error": "...", "code": "NGYnnnn"}`.
+fn problem(said: &Value) -> Option<Box<ProblemReply>> {
     let error = said.get("error")?;
     let detail = error.as_str().map_or_else(|| error.to_string(), ToOwned::to_owned);
     let number = |code: &Value| match code {
@@ -74,7 +79,7 @@ fn problem(said: &Value) -> Option<Box<Problem>> {
         code => u16::try_from(code.as_u64()?).ok(),
     };
     let code = said.get("code").and_then(number).map_or(CODE_UNFIT, Code);
-    Some(Problem::instance(StatusCode::CONFLICT, code, &detail))
+    Some(ProblemReply::instance(StatusCode::CONFLICT, code, &detail))
 }
 
 #[cfg(test)]
@@ -87,11 +92,11 @@ mod tests {
             read(&method, rest, query).map_err(|problem| problem.status)
         };
         let wiki = |act| Ok(("wiki".to_owned(), act));
-        assert_eq!(read(Method::GET, "wiki", ""), wiki(Act::Inspect));
-        assert_eq!(read(Method::GET, "w%69ki/logs", ""), wiki(Act::Logs));
-        assert_eq!(read(Method::POST, "wiki/wake", ""), wiki(Act::Wake));
-        assert_eq!(read(Method::POST, "wiki/rest", ""), wiki(Act::Rest { to: None }));
-        let frozen = Act::Rest { to: Some(Tier::Frozen) };
+        assert_eq!(read(Method::GET, "wiki", ""), wiki(InstanceCommand::Inspect));
+        assert_eq!(read(Method::GET, "w%69ki/logs", ""), wiki(InstanceCommand::Logs));
+        assert_eq!(read(Method::POST, "wiki/wake", ""), wiki(InstanceCommand::Wake));
+        assert_eq!(read(Method::POST, "wiki/rest", ""), wiki(InstanceCommand::Rest { to: None }));
+        let frozen = InstanceCommand::Rest { to: Some(Tier::Frozen) };
         assert_eq!(read(Method::POST, "wiki/rest", "to=frozen"), wiki(frozen));
         assert_eq!(read(Method::POST, "wiki/rest", "to=asleep"), Err(400));
         assert_eq!(read(Method::POST, "wiki/wake", "to=frozen"), Err(400));

@@ -1,8 +1,9 @@
-//! Who may do what over the admin interface: one table of all its routes, and whom the configuration names.
+//! Permissions on the admin interface: one table of all its routes, and the users and groups that
+//! the configuration names.
 //!
-//! The kernel says who is at the other end of a connection (`SO_PEERCRED` and `SO_PEERGROUPS`, socket(7)).
-//! Invariant: a route that is not in the table is answered to nobody, so each route has a role.
-//! Not here: the answers (`server`), the socket file (`supervisor::sockets`).
+//! The kernel identifies the other end of a connection (`SO_PEERCRED` and `SO_PEERGROUPS`,
+//! socket(7)). Invariant: a route that is not in the table is never answered, so each route has a
+//! role. Not here: the responses (`server`), the socket file (`supervisor::sockets`).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,22 +12,22 @@ use std::os::fd::AsFd;
 use http::Method;
 use serde_json::Value;
 
-use crate::config::settings::Admin;
+use crate::config::settings::AdminSettings;
 use crate::inherit::peer_groups;
 use crate::tenant_ids::{gid_of, uid_of};
 
-/// What somebody may do. Each role may what those before it may.
+/// Permissions of a user. Each role includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Role {
-    /// Look, without seeing what is secret.
+pub enum AdminRole {
+    /// Look, without secrets.
     Read,
-    /// Wake, rest, move and drain: what changes no record.
+    /// Wake, rest, move and drain: actions that change no record.
     Operate,
-    /// Everything, which is as much as root may.
+    /// Everything, as much as root may.
     All,
 }
 
-impl Role {
+impl AdminRole {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -36,28 +37,28 @@ impl Role {
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for AdminRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
 }
 
-/// One row of the table. `*` in a path is one segment, whatever it is; `**` is all that follows.
+/// One row of the table. `*` in a path is any one segment; `**` is the whole rest.
 #[derive(Debug)]
-pub struct Route {
+pub struct AdminRoute {
     pub method: &'static str,
     pub path: &'static str,
-    pub role: Role,
+    pub role: AdminRole,
 }
 
-const fn route(method: &'static str, path: &'static str, role: Role) -> Route {
-    Route { method, path, role }
+const fn route(method: &'static str, path: &'static str, role: AdminRole) -> AdminRoute {
+    AdminRoute { method, path, role }
 }
 
-use Role::{All, Operate, Read};
+use AdminRole::{All, Operate, Read};
 
 /// Every route of the admin interface.
-pub static ROUTES: &[Route] = &[
+pub static ROUTES: &[AdminRoute] = &[
     route("GET", "/metrics", Read),
     route("GET", "/healthz", Read),
     route("GET", "/v1/status", Read),
@@ -65,13 +66,13 @@ pub static ROUTES: &[Route] = &[
     route("GET", "/v1/requests", Read),
     route("GET", "/v1/requests/*", Read),
     route("GET", "/v1/balance/*", Read),
-    // Values of variables are hidden from whoever has not all rights.
+    // Values of variables are hidden from users without all rights.
     route("GET", "/v1/tenants", Read),
     route("GET", "/v1/tenants/*", Read),
     route("GET", "/v1/sites", Read),
     route("GET", "/v1/sites/*", Read),
     route("GET", "/v1/rules", Read),
-    // Settings and texts of rules may hold what rules must know and nobody else.
+    // Settings and texts of rules may hold secrets of the rules.
     route("GET", "/v1/rules/*", All),
     route("GET", "/v1/settings", All),
     route("GET", "/v1/settings/**", All),
@@ -87,7 +88,7 @@ pub static ROUTES: &[Route] = &[
     route("DELETE", "/v1/rules/*", All),
     route("GET", "/v1/instances", Read),
     route("GET", "/v1/instances/*", Read),
-    // Applications print what visitors sent.
+    // Applications print visitors' input.
     route("GET", "/v1/instances/*/logs", Operate),
     route("POST", "/v1/instances/*/wake", Operate),
     route("POST", "/v1/instances/*/rest", Operate),
@@ -115,27 +116,28 @@ pub static ROUTES: &[Route] = &[
     route("GET", "/v1/events", Read),
 ];
 
-/// What the table says of a request.
+/// The table's result for a request.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Needed {
-    Role(Role),
-    /// The path is there for these methods only.
+pub enum NeededRole {
+    Role(AdminRole),
+    /// The path exists for these methods only.
     Methods(Vec<&'static str>),
     Unknown,
 }
 
 /// Finds the row of a request.
-pub fn needed(method: &Method, path: &str) -> Needed {
-    let rows: Vec<&Route> = ROUTES.iter().filter(|route| is_match(route.path, path)).collect();
+pub fn needed(method: &Method, path: &str) -> NeededRole {
+    let rows: Vec<&AdminRoute> = ROUTES.iter().filter(|route| is_match(route.path, path)).collect();
     if let Some(route) = rows.iter().find(|route| route.method == method.as_str()) {
-        return Needed::Role(route.role);
+        return NeededRole::Role(route.role);
     }
     let methods: Vec<&str> = rows.iter().map(|route| route.method).collect();
-    if methods.is_empty() { Needed::Unknown } else { Needed::Methods(methods) }
+    if methods.is_empty() { NeededRole::Unknown } else { NeededRole::Methods(methods) }
 }
 
 fn is_match(pattern: &str, path: &str) -> bool {
-    let (mut wanted, mut found) = (pattern.split('/'), path.split('/'));
+    let mut wanted = pattern.split('/');
+    let mut found = path.split('/');
     loop {
         match (wanted.next(), found.next()) {
             (None, None) => return true,
@@ -147,7 +149,7 @@ fn is_match(pattern: &str, path: &str) -> bool {
     }
 }
 
-/// Methods as a sentence lists them.
+/// Returns methods as a sentence lists them.
 pub fn list_methods(methods: &[&str]) -> String {
     match methods {
         [] => String::new(),
@@ -156,18 +158,18 @@ pub fn list_methods(methods: &[&str]) -> String {
     }
 }
 
-/// Whoever the configuration gives a role, by uid and by gid.
+/// The users and groups with a role, by uid and by gid.
 #[derive(Debug, Clone, Default)]
 pub struct AccessList {
-    /// Of this process: it may everything, as root may.
+    /// Uid of this process: it has all rights, as root has.
     own_uid: u32,
-    users: HashMap<u32, Role>,
-    groups: HashMap<u32, Role>,
+    users: HashMap<u32, AdminRole>,
+    groups: HashMap<u32, AdminRole>,
 }
 
 impl AccessList {
-    /// Names that nobody has are named by the check of the configuration.
-    pub fn new(admin: &Admin, own_uid: u32) -> Self {
+    /// Makes the list. The check of the configuration reports unknown names.
+    pub fn new(admin: &AdminSettings, own_uid: u32) -> Self {
         let mut list = Self { own_uid, ..Self::default() };
         if let Some(gid) = admin.group.as_deref().and_then(gid_of) {
             list.groups.insert(gid, All);
@@ -180,7 +182,7 @@ impl AccessList {
         list
     }
 
-    fn give(&mut self, name: &str, role: Role) {
+    fn give(&mut self, name: &str, role: AdminRole) {
         let (ids, id) = match name.strip_prefix('@') {
             Some(group) => (&mut self.groups, gid_of(group)),
             None => (&mut self.users, uid_of(name)),
@@ -191,8 +193,8 @@ impl AccessList {
         }
     }
 
-    /// The highest role that one of its ids gives.
-    fn role_of(&self, uid: u32, groups: &[u32]) -> Option<Role> {
+    /// Returns the highest role of any of its ids.
+    fn role_of(&self, uid: u32, groups: &[u32]) -> Option<AdminRole> {
         if self.is_owner(uid) {
             return Some(All);
         }
@@ -204,27 +206,28 @@ impl AccessList {
         uid == 0 || uid == self.own_uid
     }
 
-    /// Who is at the other end of a connection. An end of which the kernel says nothing has no role.
-    pub fn identify(&self, connection: impl AsFd) -> Peer {
+    /// Identifies the other end of a connection. An end that the kernel does not identify has no
+    /// role.
+    pub fn identify(&self, connection: impl AsFd) -> AdminPeer {
         let Ok(credentials) = rustix::net::sockopt::socket_peercred(&connection) else {
-            return Peer { uid: u32::MAX, role: None };
+            return AdminPeer { uid: u32::MAX, role: None };
         };
         let uid = credentials.uid.as_raw();
-        // Kernels before 4.13 tell the first group only.
+        // Kernels before 4.13 report the first group only.
         let mut groups = peer_groups(connection).unwrap_or_default();
         groups.push(credentials.gid.as_raw());
-        Peer { uid, role: self.role_of(uid, &groups) }
+        AdminPeer { uid, role: self.role_of(uid, &groups) }
     }
 }
 
-/// Who is at the other end of a connection.
+/// The other end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer {
+pub struct AdminPeer {
     pub uid: u32,
-    pub role: Option<Role>,
+    pub role: Option<AdminRole>,
 }
 
-/// Hides the values of applications' variables in records, at whatever depth.
+/// Hides the values of applications' variables in records, at any depth.
 pub fn hide_values(record: &mut Value) {
     match record {
         Value::Array(list) => list.iter_mut().for_each(hide_values),
@@ -242,7 +245,7 @@ pub fn hide_values(record: &mut Value) {
     }
 }
 
-/// What stands in the place of a hidden value.
+/// Replacement for a hidden value.
 const HIDDEN: &str = "(hidden)";
 
 #[cfg(test)]
@@ -253,28 +256,33 @@ mod tests {
 
     use super::*;
 
-    fn admin(read: &[&str], operate: &[&str], all: &[&str]) -> Admin {
+    fn admin(read: &[&str], operate: &[&str], all: &[&str]) -> AdminSettings {
         let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-        Admin { read: names(read), operate: names(operate), all: names(all), ..Admin::default() }
+        AdminSettings {
+            read: names(read),
+            operate: names(operate),
+            all: names(all),
+            ..AdminSettings::default()
+        }
     }
 
     #[test]
     fn a_request_needs_the_role_of_its_row() {
         let rows = [
-            ("GET", "/metrics", Needed::Role(Read)),
-            ("GET", "/v1/sites/a%2Fb", Needed::Role(Read)),
-            ("PUT", "/v1/sites/a", Needed::Role(All)),
-            ("PUT", "/v1/settings/limits/a.test", Needed::Role(All)),
-            ("GET", "/v1/settings/", Needed::Unknown),
-            ("POST", "/v1/instances/wiki/wake", Needed::Role(Operate)),
-            ("POST", "/v1/instances/wiki/exec", Needed::Role(All)),
-            ("GET", "/v1/instances/wiki/exec", Needed::Methods(vec!["POST"])),
-            ("PATCH", "/v1/tenants/a", Needed::Methods(vec!["GET", "PUT", "DELETE"])),
-            ("GET", "/v1/instances/wiki/exec/", Needed::Unknown),
-            ("GET", "/v1/sites/", Needed::Unknown),
-            ("GET", "/v1/sites/a/b", Needed::Unknown),
-            ("GET", "/v1//status", Needed::Unknown),
-            ("GET", "", Needed::Unknown),
+            ("GET", "/metrics", NeededRole::Role(Read)),
+            ("GET", "/v1/sites/a%2Fb", NeededRole::Role(Read)),
+            ("PUT", "/v1/sites/a", NeededRole::Role(All)),
+            ("PUT", "/v1/settings/limits/a.test", NeededRole::Role(All)),
+            ("GET", "/v1/settings/", NeededRole::Unknown),
+            ("POST", "/v1/instances/wiki/wake", NeededRole::Role(Operate)),
+            ("POST", "/v1/instances/wiki/exec", NeededRole::Role(All)),
+            ("GET", "/v1/instances/wiki/exec", NeededRole::Methods(vec!["POST"])),
+            ("PATCH", "/v1/tenants/a", NeededRole::Methods(vec!["GET", "PUT", "DELETE"])),
+            ("GET", "/v1/instances/wiki/exec/", NeededRole::Unknown),
+            ("GET", "/v1/sites/", NeededRole::Unknown),
+            ("GET", "/v1/sites/a/b", NeededRole::Unknown),
+            ("GET", "/v1//status", NeededRole::Unknown),
+            ("GET", "", NeededRole::Unknown),
         ];
         for (method, path, expected) in rows {
             let method = Method::from_bytes(method.as_bytes()).unwrap();
@@ -286,7 +294,7 @@ mod tests {
     #[test]
     fn each_route_is_listed_once() {
         for (at, route) in ROUTES.iter().enumerate() {
-            let is_same = |other: &Route| other.method == route.method && other.path == route.path;
+            let is_same = |other: &AdminRoute| other.method == route.method && other.path == route.path;
             assert!(!ROUTES[..at].iter().any(is_same), "{} {}", route.method, route.path);
         }
     }
@@ -326,8 +334,8 @@ mod tests {
     fn the_kernel_says_who_connects() {
         let (near, _far) = UnixStream::pair().unwrap();
         let uid = nix::unistd::Uid::effective().as_raw();
-        let peer = AccessList::new(&Admin::default(), uid).identify(&near);
-        assert_eq!(peer, Peer { uid, role: Some(All) });
+        let peer = AccessList::new(&AdminSettings::default(), uid).identify(&near);
+        assert_eq!(peer, AdminPeer { uid, role: Some(All) });
         let gid = nix::unistd::Gid::effective().as_raw();
         let mut groups = peer_groups(&near).unwrap();
         groups.push(gid);

@@ -1,7 +1,7 @@
-//! The admin interface's server: HTTP/1.1 connections on a Unix socket. Work on the store runs on threads
-//! that may block, so that a large import keeps nobody from looking.
+//! The admin interface's server: HTTP/1.1 connections on a Unix socket. Work on the store runs on
+//! threads that may block, so a large import does not block readers.
 //!
-//! Not here: what is done with records (`api`), what the node tells about itself (`Node`).
+//! Not here: what is done with records (`api`), what the node tells about itself (`AdminNode`).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -24,65 +24,66 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{sleep, timeout};
 
-use super::api::{self, Api};
-use super::roles::{self, Needed, Peer, Role};
+use super::api::{self, AdminApi};
+use super::roles::{self, AdminPeer, AdminRole, NeededRole};
 use super::stream::{self, PassError};
-use super::{Node, Parts, Problem, cluster, exec, instances};
+use super::{AdminNode, AdminParts, ProblemReply, cluster, exec, instances};
 
 /// Most connections at once; more wait in the socket's backlog.
 const CONNECTIONS_MAX: usize = 64;
 
-/// Of these, the most of one user other than root and the node's own, and of all such users together: nobody shuts root out.
+/// Most of these connections of one user other than root and the node's own, and of all such users
+/// together. So no user can shut root out.
 const USER_CONNECTIONS_MAX: usize = 16;
 const USERS_CONNECTIONS_MAX: usize = 48;
 
-/// Connections of users without a role. They are told so; more are closed.
+/// Connections of users without a role. These get a refusal; more are closed.
 const STRANGERS_MAX: usize = 4;
 
-/// How long a connection may take to send a request's head, or be idle.
+/// Longest time for the header section of a request, and of an idle connection.
 const HEAD_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// How long the body of one record may take.
+/// Longest time for the body of one record.
 const RECORD_WAIT_MAX: Duration = Duration::from_secs(30);
 
 /// Longest body that changes one record, in bytes: a record with room for white space.
-const RECORD_BODY_LEN_MAX: usize = 2 * nagaya_cmdb::store::RECORD_LEN_MAX;
+const RECORD_BODY_LEN_MAX: usize = 2 * nagaya_store::RECORD_LEN_MAX;
 
 /// Longest body of an import, in bytes: `import::LINES_MAX` lines of a kilobyte.
 const IMPORT_BODY_LEN_MAX: u64 = 1 << 30;
 
-/// Pause after `accept` failed, as it does when file descriptors have run out.
+/// Pause after `accept` failed, for example because file descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Where receipts are asked for, before the id.
+/// Path of receipts, before the id.
 const REQUESTS: &str = "/v1/requests/";
 
-/// Where the load of one site is asked for, before its name.
+/// Path of the load of one site, before its name.
 const BALANCE: &str = "/v1/balance/";
 
-/// Where one instance is asked for, before its site's name.
+/// Path of one instance, before its site's name.
 pub(super) const INSTANCES: &str = "/v1/instances/";
 
-/// `nagaya_base::RequestId` as it is printed.
+/// Length of a printed `nagaya_base::RequestId`.
 const REQUEST_ID_LEN: usize = 32;
 
 type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
 
-/// A line about refusals is written no oftener than this.
+/// Shortest interval between log lines about refusals.
 const REPORT_EVERY: Duration = Duration::from_secs(10);
 
-struct Shared {
-    api: Api,
-    node: Arc<dyn Node>,
-    refusals: Refusals,
+struct ServerState {
+    api: AdminApi,
+    node: Arc<dyn AdminNode>,
+    refusals: RefusalLog,
 }
 
-/// What the log says of requests for which a role was missing.
+/// Log state of requests that lacked a role.
 #[derive(Default)]
-struct Refusals(Mutex<(Option<Instant>, u64)>);
+struct RefusalLog(Mutex<(Option<Instant>, u64)>);
 
-impl Refusals {
-    fn note(&self, uid: u32, method: &Method, path: &str, needed: Role) {
+impl RefusalLog {
+    fn note(&self, uid: u32, method: &Method, path: &str, needed: AdminRole) {
         let mut state = self.0.lock();
         let (last, count) = &mut *state;
         *count += 1;
@@ -101,11 +102,14 @@ impl Refusals {
 }
 
 /// Serves until it is dropped, which closes all its connections.
-pub async fn serve(listener: UnixListener, parts: Parts) {
-    let Parts { store, node, on_change, ids, access } = parts;
-    let shared =
-        Arc::new(Shared { api: Api::new(store, ids, on_change), node, refusals: Refusals::default() });
-    let users = Arc::<Users>::default();
+pub async fn serve(listener: UnixListener, parts: AdminParts) {
+    let AdminParts { store, node, on_change, ids, access } = parts;
+    let shared = Arc::new(ServerState {
+        api: AdminApi::new(store, ids, on_change),
+        node,
+        refusals: RefusalLog::default(),
+    });
+    let users = Arc::<RoleUsers>::default();
     let mut connections = JoinSet::new();
     loop {
         while connections.len() >= CONNECTIONS_MAX {
@@ -115,7 +119,7 @@ pub async fn serve(listener: UnixListener, parts: Parts) {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
                     let peer = access.identify(&stream);
-                    if let Some(user) = Users::enter(&users, peer, access.is_owner(peer.uid)) {
+                    if let Some(user) = RoleUsers::enter(&users, peer, access.is_owner(peer.uid)) {
                         connections.spawn(converse(stream, shared.clone(), user));
                     }
                 }
@@ -131,23 +135,23 @@ pub async fn serve(listener: UnixListener, parts: Parts) {
 
 /// Connections of users other than root and the node's own.
 #[derive(Default)]
-struct Users(Mutex<HashMap<u32, usize>>);
+struct RoleUsers(Mutex<HashMap<u32, usize>>);
 
 /// One connection of a user.
-struct User {
-    peer: Peer,
-    /// `None`: it is not counted.
-    counted: Option<Arc<Users>>,
+struct RoleUser {
+    peer: AdminPeer,
+    /// `None` if it is not counted.
+    counted: Option<Arc<RoleUsers>>,
 }
 
-impl Users {
-    /// `None`: it has as many connections as it may.
-    fn enter(users: &Arc<Self>, peer: Peer, is_owner: bool) -> Option<User> {
+impl RoleUsers {
+    /// Counts a connection. `None` if the user has the maximum already.
+    fn enter(users: &Arc<Self>, peer: AdminPeer, is_owner: bool) -> Option<RoleUser> {
         if is_owner {
-            return Some(User { peer, counted: None });
+            return Some(RoleUser { peer, counted: None });
         }
         let mut counts = users.0.lock();
-        // All strangers count as one.
+        // All users without a role count as one.
         let (key, most) = match peer.role {
             Some(_) => (peer.uid, USER_CONNECTIONS_MAX),
             None => (u32::MAX, STRANGERS_MAX),
@@ -159,11 +163,11 @@ impl Users {
         }
         *count += 1;
         drop(counts);
-        Some(User { peer, counted: Some(Arc::clone(users)) })
+        Some(RoleUser { peer, counted: Some(Arc::clone(users)) })
     }
 }
 
-impl Drop for User {
+impl Drop for RoleUser {
     fn drop(&mut self) {
         let Some(users) = &self.counted else { return };
         let key = if self.peer.role.is_some() { self.peer.uid } else { u32::MAX };
@@ -177,7 +181,7 @@ impl Drop for User {
     }
 }
 
-async fn converse(stream: UnixStream, shared: Arc<Shared>, user: User) {
+async fn converse(stream: UnixStream, shared: Arc<ServerState>, user: RoleUser) {
     let peer = user.peer;
     let service = service_fn(move |request| {
         let shared = shared.clone();
@@ -191,36 +195,37 @@ async fn converse(stream: UnixStream, shared: Arc<Shared>, user: User) {
     drop(user);
 }
 
-/// Answers if the other end has the role that the table of routes asks for.
-async fn admit(shared: Arc<Shared>, peer: Peer, request: Request<Incoming>) -> Answer {
-    let (method, path) = (request.method(), request.uri().path());
+/// Answers if the other end has the role in the table of routes.
+async fn admit(shared: Arc<ServerState>, peer: AdminPeer, request: Request<Incoming>) -> Answer {
+    let method = request.method();
+    let path = request.uri().path();
     match roles::needed(method, path) {
-        Needed::Role(needed) if peer.role >= Some(needed) => {
+        NeededRole::Role(needed) if peer.role >= Some(needed) => {
             let answer = answer(shared, request).await;
-            if peer.role == Some(Role::All) { answer } else { hide_secrets(answer).await }
+            if peer.role == Some(AdminRole::All) { answer } else { hide_secrets(answer).await }
         }
-        Needed::Role(needed) => {
+        NeededRole::Role(needed) => {
             shared.refusals.note(peer.uid, method, path, needed);
-            whole(api::refuse(&Problem::forbidden(peer.role, needed)))
+            whole(api::refuse(&ProblemReply::forbidden(peer.role, needed)))
         }
-        // Whoever has no role is not told which paths there are.
-        _ if peer.role.is_none() => whole(api::refuse(&Problem::forbidden(None, Role::Read))),
-        Needed::Methods(methods) => {
+        // A user without a role does not learn which paths exist.
+        _ if peer.role.is_none() => whole(api::refuse(&ProblemReply::forbidden(None, AdminRole::Read))),
+        NeededRole::Methods(methods) => {
             whole(api::refuse(&api::wrong_method(method, &roles::list_methods(&methods))))
         }
-        Needed::Unknown => whole(api::refuse(&api::unknown_path(path))),
+        NeededRole::Unknown => whole(api::refuse(&api::unknown_path(path))),
     }
 }
 
-/// Longest answer that secrets are taken out of, in bytes: a page of the longest records.
+/// Longest response from which secrets are removed, in bytes: a page of the longest records.
 const HIDDEN_LEN_MAX: usize = 128 << 20;
 
-/// The answer without values of variables, for whoever may not read all.
+/// Returns the response without values of variables, for users that may not read all.
 async fn hide_secrets(answer: Answer) -> Answer {
     let (mut head, body) = answer.into_parts();
     let Ok(body) = Limited::new(body, HIDDEN_LEN_MAX).collect().await else { return whole(broken()) };
     let bytes = body.to_bytes();
-    // What is no JSON has no records in it.
+    // A body that is not JSON has no records in it.
     let Ok(mut value) = serde_json::from_slice::<Value>(&bytes) else {
         return whole(Response::from_parts(head, bytes));
     };
@@ -229,8 +234,9 @@ async fn hide_secrets(answer: Answer) -> Answer {
     whole(Response::from_parts(head, value.to_string().into()))
 }
 
-async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
-    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+async fn answer(shared: Arc<ServerState>, request: Request<Incoming>) -> Answer {
+    let method = request.method().clone();
+    let path = request.uri().path().to_owned();
     match (&method, path.as_str()) {
         (&Method::GET, "/metrics") => {
             text(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", shared.node.metrics().await)
@@ -247,7 +253,8 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
         (&Method::GET, "/v1/requests") => json(shared.node.requests().await, "edge"),
         (&Method::GET, "/v1/instances") => json(shared.node.instances().await, "keeper"),
         (method, path) if let Some(site) = exec::site_of(path) => {
-            let (method, site) = (method.clone(), site.into_owned());
+            let method = method.clone();
+            let site = site.into_owned();
             whole(exec::answer(&shared.node, &method, site, request).await)
         }
         (method, path) if let Some(rest) = path.strip_prefix(INSTANCES) => {
@@ -266,34 +273,34 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
     }
 }
 
-/// What a process answered, or that it did not.
+/// Returns the response of a process, or a refusal if it did not reply.
 fn json(answer: Option<String>, process: &str) -> Answer {
     match answer {
         Some(json) => text(StatusCode::OK, "application/json", json),
-        None => whole(api::refuse(&Problem::silent(process))),
+        None => whole(api::refuse(&ProblemReply::silent(process))),
     }
 }
 
-/// The receipt of one request.
-async fn explain(shared: &Shared, id: &str) -> Answer {
+/// Returns the receipt of one request.
+async fn explain(shared: &ServerState, id: &str) -> Answer {
     if id.len() != REQUEST_ID_LEN || !id.bytes().all(|b| b.is_ascii_hexdigit()) {
         let detail = format!(
             "'{id}' is not a request's id: it has {REQUEST_ID_LEN} hexadecimal digits, as error pages and logs show it"
         );
-        return whole(api::refuse(&Problem::request(StatusCode::BAD_REQUEST, detail)));
+        return whole(api::refuse(&ProblemReply::request(StatusCode::BAD_REQUEST, detail)));
     }
     let id = id.to_ascii_lowercase();
     let Some(receipt) = shared.node.explain(id.clone()).await else {
-        return whole(api::refuse(&Problem::silent("edge")));
+        return whole(api::refuse(&ProblemReply::silent("edge")));
     };
     let parsed: Value = serde_json::from_str(&receipt).unwrap_or_default();
     match parsed.get("id") {
         Some(_) => text(StatusCode::OK, "application/json", receipt),
-        None => whole(api::refuse(&Problem::no_receipt(&id, parsed["kept"].as_u64()))),
+        None => whole(api::refuse(&ProblemReply::no_receipt(&id, parsed["kept"].as_u64()))),
     }
 }
 
-async fn records(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {
+async fn records(shared: Arc<ServerState>, request: Request<Incoming>) -> Response<Bytes> {
     let (head, body) = request.into_parts();
     let body = match short_body(body).await {
         Ok(body) => body,
@@ -307,8 +314,8 @@ async fn records(shared: Arc<Shared>, request: Request<Incoming>) -> Response<By
     }
 }
 
-/// Whoever changed a record asks for it next: the answer waits until that will be served.
-async fn once_served(node: &dyn Node, response: Response<Bytes>) -> Response<Bytes> {
+/// Delays the response until the change is in effect, as the writer of a record requests it next.
+async fn once_served(node: &dyn AdminNode, response: Response<Bytes>) -> Response<Bytes> {
     let (head, bytes) = response.into_parts();
     let mut body: Value = serde_json::from_slice(&bytes).unwrap_or_default();
     match body["revision"].as_u64() {
@@ -320,24 +327,24 @@ async fn once_served(node: &dyn Node, response: Response<Bytes>) -> Response<Byt
     }
 }
 
-/// The whole body of a request that is no import.
-pub(super) async fn short_body(body: Incoming) -> Result<Bytes, Box<Problem>> {
+/// Returns the whole body of a request that is not an import.
+pub(super) async fn short_body(body: Incoming) -> Result<Bytes, Box<ProblemReply>> {
     let body = timeout(RECORD_WAIT_MAX, Limited::new(body, RECORD_BODY_LEN_MAX).collect()).await;
     match body {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) if error.is::<LengthLimitError>() => {
             let detail = format!("the body is longer than {RECORD_BODY_LEN_MAX} bytes");
-            Err(Problem::request(StatusCode::PAYLOAD_TOO_LARGE, detail))
+            Err(ProblemReply::request(StatusCode::PAYLOAD_TOO_LARGE, detail))
         }
-        Ok(Err(error)) => Err(Problem::request(StatusCode::BAD_REQUEST, error)),
+        Ok(Err(error)) => Err(ProblemReply::request(StatusCode::BAD_REQUEST, error)),
         Err(_) => {
             let detail = format!("the body took longer than {} s", RECORD_WAIT_MAX.as_secs());
-            Err(Problem::request(StatusCode::REQUEST_TIMEOUT, detail))
+            Err(ProblemReply::request(StatusCode::REQUEST_TIMEOUT, detail))
         }
     }
 }
 
-async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {
+async fn import(shared: Arc<ServerState>, request: Request<Incoming>) -> Response<Bytes> {
     let mode = match api::mode(request.uri().query().unwrap_or_default()) {
         Ok(mode) => mode,
         Err(problem) => return api::refuse(&problem),
@@ -345,13 +352,13 @@ async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Byt
     let (sender, receiver) = stream::channel();
     let node = shared.node.clone();
     let work = spawn_blocking(move || shared.api.import(BufReader::new(receiver), mode));
-    // If this future is dropped here, the reader finds the lines cut off and stores nothing.
+    // If this future is dropped here, the reader sees the lines cut off and stores nothing.
     let passed = sender.pass_on(request.into_body(), IMPORT_BODY_LEN_MAX).await;
     match (passed, work.await) {
         (Err(error @ PassError::TooLong { .. }), _) => {
-            api::refuse(&Problem::request(StatusCode::PAYLOAD_TOO_LARGE, error))
+            api::refuse(&ProblemReply::request(StatusCode::PAYLOAD_TOO_LARGE, error))
         }
-        (Err(error), _) => api::refuse(&Problem::request(StatusCode::BAD_REQUEST, error)),
+        (Err(error), _) => api::refuse(&ProblemReply::request(StatusCode::BAD_REQUEST, error)),
         (Ok(()), Ok(Ok(mut summary))) => {
             if summary.is_changed() {
                 summary.served = Some(node.serves_by(summary.revision).await);
@@ -367,7 +374,7 @@ async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Byt
     }
 }
 
-fn export(shared: Arc<Shared>) -> Answer {
+fn export(shared: Arc<ServerState>) -> Answer {
     let (mut sender, receiver) = stream::channel();
     spawn_blocking(move || {
         let exported = shared.api.export(&mut sender).map_err(|error| (error.code(), error.to_string()));
@@ -394,8 +401,8 @@ fn whole(response: Response<Bytes>) -> Answer {
     response.map(|body| Full::new(body).map_err(|never| match never {}).boxed_unsync())
 }
 
-/// A task of ours panicked; the panic itself was logged where it happened.
+/// Returns the response after a task of ours panicked; the panic itself was logged.
 fn broken() -> Response<Bytes> {
     let detail = "the request met a defect of nagaya: its log shows where; look whether the change happened";
-    api::refuse(&Problem::request(StatusCode::INTERNAL_SERVER_ERROR, detail))
+    api::refuse(&ProblemReply::request(StatusCode::INTERNAL_SERVER_ERROR, detail))
 }

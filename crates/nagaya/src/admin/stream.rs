@@ -1,8 +1,8 @@
-//! Bodies that flow between a thread which blocks (the store, a file) and a connection which must not,
-//! through a channel of few pieces. A sender that just disappears is an error at the other end, never the
-//! end of the body: half an import must not count.
+//! Bodies that flow between a thread that blocks (the store, a file) and a connection that must
+//! not. They go through a channel of few pieces. A sender that disappears is an error at the other
+//! end, never the end of the body. Half an import must not count.
 //!
-//! Not here: what the bodies hold (`nagaya_cmdb::store::import`).
+//! Not here: the content of the bodies (`nagaya_store::import`).
 
 use std::io::{self, Read, Write};
 use std::pin::Pin;
@@ -18,38 +18,39 @@ use tokio::time::timeout;
 /// Most pieces between the two ends; with `PIECE_LEN` half a megabyte.
 const PIECES_MAX: usize = 8;
 
-/// A writer collects this much before it sends it on, in bytes.
+/// Bytes that a writer collects before it sends them on.
 const PIECE_LEN: usize = 64 << 10;
 
-/// Longest wait for the next piece of a body that is passed on: a source that thinks longer is taken for dead.
+/// Longest wait for the next piece of a body that is passed on: a slower source counts as dead.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-enum Piece {
+enum StreamPiece {
     Data(Bytes),
     End,
 }
 
-pub fn channel() -> (Sender, Receiver) {
+pub fn channel() -> (StreamSender, StreamReceiver) {
     let (to, from) = mpsc::channel(PIECES_MAX);
-    (Sender { to, piece: Vec::new() }, Receiver { from, piece: Bytes::new(), ended: false })
+    (StreamSender { to, piece: Vec::new() }, StreamReceiver { from, piece: Bytes::new(), ended: false })
 }
 
 /// The end of a thread that writes, or of a connection whose body is passed on.
 #[derive(Debug)]
-pub struct Sender {
-    to: mpsc::Sender<Piece>,
+pub struct StreamSender {
+    to: mpsc::Sender<StreamPiece>,
     piece: Vec<u8>,
 }
 
-impl Sender {
-    /// For a thread that may block: all was written.
+impl StreamSender {
+    /// Ends the body: all was written. For a thread that may block.
     pub fn finish(mut self) -> io::Result<()> {
         self.flush()?;
-        self.to.blocking_send(Piece::End).map_err(|_| gone())
+        self.to.blocking_send(StreamPiece::End).map_err(|_| gone())
     }
 
-    /// Passes on a whole body of at most `limit` bytes. On an error the receiver finds the body cut off.
+    /// Passes on a whole body of at most `limit` bytes. On an error the receiver sees the body cut
+    /// off.
     pub async fn pass_on<B>(self, mut body: B, limit: u64) -> Result<(), PassError>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -60,12 +61,12 @@ impl Sender {
             let frame = frame.map_err(|error| PassError::Body(io::Error::other(error)))?;
             let Ok(data) = frame.into_data() else { continue };
             left = left.checked_sub(data.len() as u64).ok_or(PassError::TooLong { limit })?;
-            // The receiver stopped early because it knows enough; the rest is not wanted.
-            if self.to.send(Piece::Data(data)).await.is_err() {
+            // The receiver stopped early because it knows enough; it does not want the rest.
+            if self.to.send(StreamPiece::Data(data)).await.is_err() {
                 return Ok(());
             }
         }
-        let _ = self.to.send(Piece::End).await;
+        let _ = self.to.send(StreamPiece::End).await;
         Ok(())
     }
 }
@@ -74,13 +75,13 @@ impl Sender {
 pub enum PassError {
     #[error("the body was cut off: {0}")]
     Body(io::Error),
-    #[error("nothing came for {} s", PIECE_WAIT_MAX.as_secs())]
+    #[error("no data arrived for {} s", PIECE_WAIT_MAX.as_secs())]
     Silent,
     #[error("the body is longer than {limit} bytes")]
     TooLong { limit: u64 },
 }
 
-impl Write for Sender {
+impl Write for StreamSender {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.piece.extend_from_slice(bytes);
         if self.piece.len() >= PIECE_LEN {
@@ -94,24 +95,24 @@ impl Write for Sender {
             return Ok(());
         }
         let piece = std::mem::take(&mut self.piece);
-        self.to.blocking_send(Piece::Data(piece.into())).map_err(|_| gone())
+        self.to.blocking_send(StreamPiece::Data(piece.into())).map_err(|_| gone())
     }
 }
 
 /// The end of a thread that reads (`Read`), or of a connection that sends (`Body`).
 #[derive(Debug)]
-pub struct Receiver {
-    from: mpsc::Receiver<Piece>,
+pub struct StreamReceiver {
+    from: mpsc::Receiver<StreamPiece>,
     piece: Bytes,
     ended: bool,
 }
 
-impl Read for Receiver {
+impl Read for StreamReceiver {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         while self.piece.is_empty() && !self.ended {
             match self.from.blocking_recv() {
-                Some(Piece::Data(data)) => self.piece = data,
-                Some(Piece::End) => self.ended = true,
+                Some(StreamPiece::Data(data)) => self.piece = data,
+                Some(StreamPiece::End) => self.ended = true,
                 None => return Err(cut_off()),
             }
         }
@@ -121,7 +122,7 @@ impl Read for Receiver {
     }
 }
 
-impl Body for Receiver {
+impl Body for StreamReceiver {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -133,10 +134,10 @@ impl Body for Receiver {
             return Poll::Ready(None);
         }
         let piece = ready!(self.from.poll_recv(context));
-        self.ended = !matches!(piece, Some(Piece::Data(_)));
+        self.ended = !matches!(piece, Some(StreamPiece::Data(_)));
         Poll::Ready(match piece {
-            Some(Piece::Data(data)) => Some(Ok(Frame::data(data))),
-            Some(Piece::End) => None,
+            Some(StreamPiece::Data(data)) => Some(Ok(Frame::data(data))),
+            Some(StreamPiece::End) => None,
             None => Some(Err(cut_off())),
         })
     }

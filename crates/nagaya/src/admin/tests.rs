@@ -1,6 +1,6 @@
 //! Server and client of the admin interface over a real socket and a real store.
 //!
-//! Not here: the commands (`cli`), rules of records (`nagaya_cmdb`).
+//! Not here: the commands (`cli`), rules of records (`nagaya_records`).
 
 use std::io::{Cursor, Read};
 use std::path::PathBuf;
@@ -8,28 +8,28 @@ use std::thread::JoinHandle;
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
-use nagaya_cmdb::RedbStore;
-use nagaya_cmdb::store::Mode;
+use nagaya_store::ChangeMode;
+use nagaya_store::RedbStore;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::UnixListener;
 use tokio::sync::oneshot;
 
 use super::*;
-use crate::config::settings::Admin;
+use crate::config::settings::AdminSettings;
 
 struct TestNode;
 
 const KNOWN: &str = "0123456789abcdef0123456789abcdef";
 const SILENT: &str = "ffffffffffffffffffffffffffffffff";
 
-impl Node for TestNode {
+impl AdminNode for TestNode {
     fn metrics(&self) -> BoxFuture<'_, String> {
         Box::pin(async { "nagaya_sites 3\n".into() })
     }
 
-    fn health(&self) -> BoxFuture<'_, Health> {
-        Box::pin(async { Health { ok: false, text: "the edge is starting".into() } })
+    fn health(&self) -> BoxFuture<'_, NodeHealth> {
+        Box::pin(async { NodeHealth { ok: false, text: "the edge is starting".into() } })
     }
 
     /// Its processes got the first three changes.
@@ -49,12 +49,12 @@ impl Node for TestNode {
         Box::pin(async { Some(r#"{"instances":[{"site":"wiki"}]}"#.into()) })
     }
 
-    fn cluster(&self, _: Ask) -> BoxFuture<'_, Result<Value, Box<Problem>>> {
+    fn cluster(&self, _: ClusterCommand) -> BoxFuture<'_, Result<Value, Box<ProblemReply>>> {
         Box::pin(async { Ok(json!({"nodes": []})) })
     }
 
     /// Runs nothing: says which command it would.
-    fn exec(&self, exec: Exec, connection: OwnedFd) -> bool {
+    fn exec(&self, exec: ExecCommand, connection: OwnedFd) -> bool {
         use std::io::Write as _;
         let mut connection = std::os::unix::net::UnixStream::from(connection);
         connection.set_nonblocking(false).unwrap();
@@ -64,10 +64,10 @@ impl Node for TestNode {
     }
 
     /// Knows one site, and is silent about another.
-    fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>> {
+    fn instance(&self, site: String, act: InstanceCommand) -> BoxFuture<'_, Option<String>> {
         Box::pin(async move {
             match (site.as_str(), act) {
-                ("wiki", Act::Stop) => {
+                ("wiki", InstanceCommand::Stop) => {
                     Some(json!({ "error": "it is in use", "code": "NGY0311" }).to_string())
                 }
                 ("wiki", act) => Some(json!({ "ok": true, "act": act }).to_string()),
@@ -97,11 +97,11 @@ impl Node for TestNode {
     }
 }
 
-type Told = Arc<Mutex<Vec<(Vec<Change>, u64)>>>;
+type Told = Arc<Mutex<Vec<(Vec<RecordChange>, u64)>>>;
 
 /// A served store; it ends with this value.
 struct World {
-    client: Client,
+    client: AdminClient,
     told: Told,
     socket: PathBuf,
     stop: Option<oneshot::Sender<()>>,
@@ -116,12 +116,12 @@ fn world() -> World {
     let told = Told::default();
     let hear = told.clone();
     let on_change: OnChange = Arc::new(move |changes, revision| hear.lock().push((changes, revision)));
-    let parts = Parts {
+    let parts = AdminParts {
         store,
         node: Arc::new(TestNode),
         on_change,
         ids: crate::tenant_ids::IdSource::from_base(7000),
-        access: AccessList::new(&Admin::default(), nix::unistd::Uid::effective().as_raw()),
+        access: AccessList::new(&AdminSettings::default(), nix::unistd::Uid::effective().as_raw()),
     };
     // Bound here, so that it is there before anybody connects.
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
@@ -137,7 +137,7 @@ fn world() -> World {
             }
         });
     });
-    let client = Client::open(&socket).unwrap();
+    let client = AdminClient::open(&socket).unwrap();
     World { client, told, socket, stop: Some(stop), server: Some(server), _directory: directory }
 }
 
@@ -174,7 +174,7 @@ const SITE: &str =
 fn the_connection_of_a_command_becomes_its_own() {
     use std::io::Write as _;
     let world = world();
-    let exec: Exec = serde_json::from_value(json!({ "command": ["ls", "-l"] })).unwrap();
+    let exec: ExecCommand = serde_json::from_value(json!({ "command": ["ls", "-l"] })).unwrap();
     let mut connection = std::os::unix::net::UnixStream::from(world.client.exec("wiki", &exec).unwrap());
     connection.set_nonblocking(false).unwrap();
     connection.write_all(b"\n").unwrap();
@@ -198,7 +198,7 @@ fn a_change_is_answered_with_whether_it_is_served() {
         "nobody waits for nothing"
     );
     let lines = |value: u32| format!("{{\"setting\":{{\"key\":\"b\",\"value\":\"{value}\"}}}}\n");
-    let import = |lines: String| world.client.import(std::io::Cursor::new(lines), Mode::Merge).unwrap();
+    let import = |lines: String| world.client.import(std::io::Cursor::new(lines), ChangeMode::Merge).unwrap();
     assert_eq!(import(lines(2)).served, Some(true));
     assert_eq!(import(lines(2)).served, None);
     assert_eq!(served(&Method::DELETE, "/v1/settings/a", "")["served"], true);
@@ -250,10 +250,10 @@ fn errors_are_problem_documents() {
         (Method::GET, "/v1/sites?limit=0", "", 400, "NGY0220"),
         (Method::POST, "/v1/import?mode=both", "", 400, "NGY0220"),
         (Method::GET, "/", "", 404, "NGY0220"),
-        (Method::PUT, "/v1/sites/s", &" ".repeat(2 * nagaya_cmdb::store::RECORD_LEN_MAX + 1), 413, "NGY0220"),
+        (Method::PUT, "/v1/sites/s", &" ".repeat(2 * nagaya_store::RECORD_LEN_MAX + 1), 413, "NGY0220"),
     ] {
         let response = world.send(Request::builder().method(method.clone()).uri(path), body);
-        let problem: Problem = serde_json::from_slice(response.body()).expect(path);
+        let problem: ProblemReply = serde_json::from_slice(response.body()).expect(path);
         assert_eq!((response.status().as_u16(), problem.code.as_str()), (status, code), "{method} {path}");
         assert_eq!(response.headers()[header::CONTENT_TYPE], "application/problem+json");
     }
@@ -266,7 +266,7 @@ fn a_condition_that_does_not_hold_changes_nothing() {
     let put = |name, value: &str, body: &str| {
         let request = Request::builder().method(Method::PUT).uri("/v1/tenants/t").header(name, value);
         let response = world.send(request, body);
-        let code = serde_json::from_slice::<Problem>(response.body()).map(|problem| problem.code);
+        let code = serde_json::from_slice::<ProblemReply>(response.body()).map(|problem| problem.code);
         (response.status().as_u16(), code.unwrap_or_default())
     };
     assert_eq!(put(header::IF_NONE_MATCH, "*", "{}"), (200, String::new()));
@@ -291,20 +291,20 @@ fn lines(sites: usize) -> String {
 #[test]
 fn an_import_arrives_whole_or_not_at_all() {
     let world = world();
-    let summary = world.client.import(Cursor::new(lines(20_000)), Mode::Merge).unwrap();
+    let summary = world.client.import(Cursor::new(lines(20_000)), ChangeMode::Merge).unwrap();
     assert_eq!((summary.revision, summary.tenants_put, summary.sites_put), (1, 1, 20_000));
     assert_eq!(world.told.lock()[0].0.len(), 20_001);
     let exported = world.export();
     assert_eq!(exported.lines().count(), 20_001);
 
     let bad = lines(20_000).replace("\"s19000.test\"", "\"no host\"").replace("\"/s\"", "\"/changed\"");
-    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), Mode::Merge) else {
+    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), ChangeMode::Merge) else {
         panic!("a line is bad");
     };
     assert_eq!((problem.code.as_str(), problem.bad_lines), ("NGY0212", Some(1)));
     assert_eq!(problem.lines[0].line, Some(19_002));
 
-    let summary = world.client.import(Cursor::new(lines(5)), Mode::Replace).unwrap();
+    let summary = world.client.import(Cursor::new(lines(5)), ChangeMode::Replace).unwrap();
     assert_eq!((summary.sites_put, summary.sites_removed), (0, 19_995));
     assert_eq!(world.export(), exported_of_five(&exported));
     assert_eq!(world.told.lock().len(), 2);
@@ -331,7 +331,7 @@ impl Read for Failing {
 #[test]
 fn an_import_whose_source_fails_changes_nothing() {
     let world = world();
-    let error = world.client.import(Failing(Cursor::new(lines(5_000))), Mode::Merge).unwrap_err();
+    let error = world.client.import(Failing(Cursor::new(lines(5_000))), ChangeMode::Merge).unwrap_err();
     assert!(matches!(&error, ClientError::Source(_)), "{error}");
     assert_eq!(world.export(), "");
     assert!(world.told.lock().is_empty());
@@ -383,7 +383,8 @@ fn settings_are_records_by_their_key() {
 #[test]
 fn rules_are_compiled_before_they_are_stored() {
     let world = world();
-    let (path, text) = ("/v1/rules/limits", "answer 403\n");
+    let path = "/v1/rules/limits";
+    let text = "answer 403\n";
     let put = |text: &str| world.call(Method::PUT, path, &json!({ "text": text }).to_string());
     assert_eq!(put(text).1["changed"], true);
     assert_eq!(put(text).1["changed"], false);
@@ -409,7 +410,7 @@ fn rules_are_compiled_before_they_are_stored() {
     }
     assert_eq!(world.told.lock().len(), 2);
     let bad = r#"{"rule":{"name":"b","text":"if ("}}"#;
-    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), Mode::Merge) else {
+    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), ChangeMode::Merge) else {
         panic!("it does not compile");
     };
     assert_eq!((problem.code.as_str(), problem.lines[0].line), ("NGY0212", Some(1)));
@@ -454,7 +455,7 @@ fn changes_of_many_writers_are_told_in_order() {
     std::thread::scope(|scope| {
         for writer in 0..4 {
             scope.spawn(move || {
-                let client = Client::open(socket).unwrap();
+                let client = AdminClient::open(socket).unwrap();
                 for n in 0..10 {
                     let request =
                         Request::put(format!("/v1/tenants/w{writer}n{n}")).header(header::HOST, "x");

@@ -1,6 +1,7 @@
-//! The part of `nagaya explain SITE` about load: how busy its application is here, and what was decided because of that.
+//! The part of `nagaya explain SITE` about load: how busy its application is here, and the
+//! decisions that followed.
 //!
-//! Not here: its lines (`lanes`), deciding (`nagaya_placement::balance`).
+//! Not here: its queues (`lanes`), deciding (`nagaya_placement::balance`).
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -9,20 +10,20 @@ use nagaya_base::units::format_bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::output::{self, CliError, Place, printable, short_time};
+use super::output::{self, CliError, RecordSource, printable, short_time};
 
-/// As the node tells it.
+/// The node's reply.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Answer {
-    now: Option<Now>,
+struct BalanceReply {
+    now: Option<BalanceNow>,
     /// The latest first.
-    decisions: Vec<Decided>,
+    decisions: Vec<BalanceDecision>,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Now {
+struct BalanceNow {
     node: String,
     starved: f64,
     throttled: f64,
@@ -41,19 +42,19 @@ struct Now {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Decided {
+struct BalanceDecision {
     words: String,
     ago_seconds: u64,
     end: String,
 }
 
-pub fn ask(site: &str, place: &Place) -> Result<Value, CliError> {
+pub fn fetch_balance(site: &str, place: &RecordSource) -> Result<Value, CliError> {
     output::ask_node(place, &format!("/v1/balance/{}", output::escape(site)))
 }
 
-/// Nothing, where nothing is known.
-pub fn told(answer: &Value) -> Result<String, CliError> {
-    let answer: Answer = serde_json::from_value(answer.clone())
+/// Returns the text; empty if nothing is known.
+pub fn render_balance(answer: &Value) -> Result<String, CliError> {
+    let answer: BalanceReply = serde_json::from_value(answer.clone())
         .map_err(|error| CliError::Usage(format!("the balance is of another version of nagaya: {error}")))?;
     let mut out = String::new();
     if let Some(now) = &answer.now {
@@ -62,7 +63,7 @@ pub fn told(answer: &Value) -> Result<String, CliError> {
     if !answer.decisions.is_empty() {
         out.push_str("decided for its load on this node:\n");
     }
-    for Decided { words, ago_seconds, end } in &answer.decisions {
+    for BalanceDecision { words, ago_seconds, end } in &answer.decisions {
         let ago = short_time(Duration::from_secs(*ago_seconds));
         let _ = write!(out, "  {ago} ago: {}", printable(words));
         out.push_str(&if end == "done" { "\n".into() } else { format!(" ({})\n", printable(end)) });
@@ -70,9 +71,18 @@ pub fn told(answer: &Value) -> Result<String, CliError> {
     Ok(out)
 }
 
-fn load(now: &Now, out: &mut String) {
-    let Now {
-        node, starved, throttled, cpus_used, limit, limit_base, limit_max, requests, memory_bytes, ..
+fn load(now: &BalanceNow, out: &mut String) {
+    let BalanceNow {
+        node,
+        starved,
+        throttled,
+        cpus_used,
+        limit,
+        limit_base,
+        limit_max,
+        requests,
+        memory_bytes,
+        ..
     } = now;
     let _ = writeln!(
         out,
@@ -109,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_busy_application_is_told_with_its_numbers_and_what_was_decided() {
+    fn a_busy_application_is_shown_with_numbers_and_decisions() {
         let answer = json!({ "site": "shop", "now": {
             "node": "a", "starved": 0.4, "throttled": 0.3, "cpus_used": 0.98, "limit": 1.0, "limit_base": 0.5, "limit_max": 2.0, "requests": 7,
             "memory_bytes": 1 << 20, "short_seconds": 75, "held": "a is busy", "ago_seconds": 0,
@@ -119,7 +129,7 @@ mod tests {
             { "step": "raise", "words": "more", "ago_seconds": 90, "at_ms": 1, "end": "done" },
         ]});
         assert_eq!(
-            told(&answer).unwrap(),
+            render_balance(&answer).unwrap(),
             "its application on a: short of CPU 40% of the last second, 30% for want of its limit; 0.98 of 1.00 CPUs used (its record: 0.50, at most 2.00), 1MiB of memory, 7 requests under way\n\
              \x20 it runs on 2 of the 3 nodes that it may have: a, b; the others use 0.50 CPUs for it\n\
              \x20 short of CPU for 1m 15s\n\
@@ -128,6 +138,6 @@ mod tests {
              \x20 3s ago: to b (not done: b is gone)\n\
              \x20 1m 30s ago: more\n"
         );
-        assert_eq!(told(&json!({ "site": "calm", "now": null, "decisions": [] })).unwrap(), "");
+        assert_eq!(render_balance(&json!({ "site": "calm", "now": null, "decisions": [] })).unwrap(), "");
     }
 }

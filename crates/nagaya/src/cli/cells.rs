@@ -12,67 +12,67 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nagaya_base::{Clock, Code, SystemClock};
-use nagaya_cmdb::cell::Limits;
+use nagaya_records::cell::LimitSet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::output::{self, CliError, Format, Place, printable};
+use super::output::{self, CliError, OutputFormat, RecordSource, printable};
 
-/// Between two looks of `--watch`.
+/// Interval of `--watch`.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Puts the cursor into the upper left corner and clears what is below it (ECMA-48).
+/// Puts the cursor into the upper left corner and clears everything below it (ECMA-48).
 pub(super) const CLEAR: &str = "\x1b[H\x1b[J";
 
 #[derive(Debug, clap::Args)]
-pub struct Cells {
-    /// Look again every second, and show rates, until Ctrl-C
+pub struct CellsCommand {
+    /// Refresh every second and show rates, until Ctrl-C
     #[arg(long)]
     pub watch: bool,
-    /// Only this tenant's
+    /// Show only cells of this tenant
     #[arg(long)]
     pub tenant: Option<String>,
-    /// Show so many at most, those that use most
+    /// Show at most this many cells, those that use most
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub limit: usize,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-/// The keeper's answer.
+/// The keeper's reply.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Tree {
-    missing: Vec<Missing>,
-    pub(super) cells: Vec<Cell>,
-    /// Cells it has beyond those it listed.
+pub(super) struct CellTree {
+    missing: Vec<MissingCell>,
+    pub(super) cells: Vec<CellView>,
+    /// Cells that it did not list.
     left_out: usize,
 }
 
 #[derive(Debug, Deserialize)]
-struct Missing {
+struct MissingCell {
     controller: Option<String>,
     why: String,
 }
 
 #[derive(Debug, Deserialize)]
-pub(super) struct Cell {
+pub(super) struct CellView {
     pub(super) path: String,
     tenant: Option<String>,
     #[serde(default)]
-    limits: Limits,
+    limits: LimitSet,
     #[serde(default)]
-    pub(super) usage: Usage,
-    pressure: Option<Pressure>,
+    pub(super) usage: UsageView,
+    pressure: Option<PressureView>,
     /// Requests that run in it now.
     #[serde(default)]
     requests: u64,
 }
 
-/// Since the cell was made. None: its controller is missing.
+/// Usage since the cell was made. `None` if its controller is missing.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Usage {
+pub(super) struct UsageView {
     pub(super) cpu_us: Option<u64>,
     throttled_us: Option<u64>,
     read_bytes: Option<u64>,
@@ -84,15 +84,15 @@ pub(super) struct Usage {
 /// Share of the last ten seconds in which something waited, in percent.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(default)]
-struct Pressure {
+struct PressureView {
     cpu: Option<f64>,
     io: Option<f64>,
     memory: Option<f64>,
 }
 
-/// Between two looks, each per second.
+/// Rates between two samples, each per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-struct Rates {
+struct CellRates {
     /// Of one core.
     cpu_percent: f64,
     throttled_percent: f64,
@@ -100,15 +100,16 @@ struct Rates {
     write_bytes: f64,
 }
 
-impl Rates {
-    /// A cell that began anew between the looks has less than before: that counts as none.
+impl CellRates {
+    /// Computes the rates. A cell that was made again between the samples has less than before:
+    /// that counts as none.
     #[expect(clippy::cast_precision_loss, reason = "nobody sees the last of 53 bits on a screen")]
-    fn between(before: Usage, now: Usage, elapsed: Duration) -> Self {
+    fn between(before: UsageView, now: UsageView, elapsed: Duration) -> Self {
         let seconds = elapsed.as_secs_f64().max(1e-6);
         let rate = |before: Option<u64>, now: Option<u64>| {
             now.unwrap_or(0).saturating_sub(before.unwrap_or(0)) as f64 / seconds
         };
-        // A hundredth of a second's worth of microseconds is one percent.
+        // 10 ms of CPU time per second is one percent.
         Self {
             cpu_percent: rate(before.cpu_us, now.cpu_us) / 1e4,
             throttled_percent: rate(before.throttled_us, now.throttled_us) / 1e4,
@@ -118,29 +119,29 @@ impl Rates {
     }
 }
 
-pub fn run(command: &Cells, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: &CellsCommand, place: &RecordSource) -> Result<ExitCode, CliError> {
     let result = if command.watch { watch(command, place) } else { once(command, place) };
     output::end(result, command.format)
 }
 
-fn once(command: &Cells, place: &Place) -> Result<(), CliError> {
-    let mut answer = ask(place)?;
+fn once(command: &CellsCommand, place: &RecordSource) -> Result<(), CliError> {
+    let mut answer = fetch_cells(place)?;
     if command.format.json {
         keep_tenant(&mut answer, command.tenant.as_deref());
         return output::print_json(&answer);
     }
-    let tree = read(answer)?;
+    let tree = parse_cells(answer)?;
     output::print(screen(command, &tree, None).trim_end())
 }
 
-fn watch(command: &Cells, place: &Place) -> Result<(), CliError> {
+fn watch(command: &CellsCommand, place: &RecordSource) -> Result<(), CliError> {
     let clear = if io::stdout().is_terminal() { CLEAR } else { "" };
-    let mut before: Option<(Instant, HashMap<String, Usage>)> = None;
+    let mut before: Option<(Instant, HashMap<String, UsageView>)> = None;
     loop {
-        let text = match ask(place) {
+        let text = match fetch_cells(place) {
             Ok(answer) => {
                 let now = SystemClock.now();
-                let tree = read(answer.clone())?;
+                let tree = parse_cells(answer.clone())?;
                 let last = before.replace((now, usages(&tree)));
                 let rates = last.map(|(then, usages)| rates(&tree, &usages, now.duration_since(then)));
                 match rates {
@@ -149,7 +150,7 @@ fn watch(command: &Cells, place: &Place) -> Result<(), CliError> {
                     Some(rates) => Some(screen(command, &tree, Some(&rates))),
                 }
             }
-            // The keeper is started anew: its cells begin anew too.
+            // The keeper was restarted, so its cells start from zero.
             Err(CliError::Refused(problem)) if problem.code == Code(510).to_string() => {
                 before = None;
                 (!command.format.json).then(|| format!("{problem}\n"))
@@ -164,23 +165,27 @@ fn watch(command: &Cells, place: &Place) -> Result<(), CliError> {
     }
 }
 
-pub(super) fn ask(place: &Place) -> Result<Value, CliError> {
+pub(super) fn fetch_cells(place: &RecordSource) -> Result<Value, CliError> {
     output::ask_node(place, "/v1/cells")
 }
 
-pub(super) fn read(answer: Value) -> Result<Tree, CliError> {
+pub(super) fn parse_cells(answer: Value) -> Result<CellTree, CliError> {
     serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the tree is of another version of nagaya: {error}")))
 }
 
-fn usages(tree: &Tree) -> HashMap<String, Usage> {
+fn usages(tree: &CellTree) -> HashMap<String, UsageView> {
     tree.cells.iter().map(|cell| (cell.path.clone(), cell.usage)).collect()
 }
 
-/// By path; only cells that were there before.
-fn rates(tree: &Tree, before: &HashMap<String, Usage>, elapsed: Duration) -> HashMap<String, Rates> {
-    let rate = |cell: &Cell| {
-        let rates = Rates::between(*before.get(&cell.path)?, cell.usage, elapsed);
+/// Returns the rates by path, only for cells of both samples.
+fn rates(
+    tree: &CellTree,
+    before: &HashMap<String, UsageView>,
+    elapsed: Duration,
+) -> HashMap<String, CellRates> {
+    let rate = |cell: &CellView| {
+        let rates = CellRates::between(*before.get(&cell.path)?, cell.usage, elapsed);
         Some((cell.path.clone(), rates))
     };
     tree.cells.iter().filter_map(rate).collect()
@@ -196,8 +201,8 @@ fn listed(answer: &mut Value) -> Option<&mut Vec<Value>> {
     answer.get_mut("cells").and_then(Value::as_array_mut)
 }
 
-/// The keeper's answer in one line, each cell with its rates.
-fn with_rates(mut answer: Value, command: &Cells, rates: &HashMap<String, Rates>) -> String {
+/// Returns the keeper's reply in one line, each cell with its rates.
+fn with_rates(mut answer: Value, command: &CellsCommand, rates: &HashMap<String, CellRates>) -> String {
     keep_tenant(&mut answer, command.tenant.as_deref());
     for cell in listed(&mut answer).into_iter().flatten() {
         let rates = cell["path"].as_str().and_then(|path| rates.get(path));
@@ -206,7 +211,7 @@ fn with_rates(mut answer: Value, command: &Cells, rates: &HashMap<String, Rates>
     format!("{answer}\n")
 }
 
-fn screen(command: &Cells, tree: &Tree, rates: Option<&HashMap<String, Rates>>) -> String {
+fn screen(command: &CellsCommand, tree: &CellTree, rates: Option<&HashMap<String, CellRates>>) -> String {
     let (rows, hidden) = rows::of(tree, command.tenant.as_deref(), command.limit, rates);
     let mut out = rows::table(&rows, rates.is_some()).text();
     if rows.is_empty() {

@@ -1,6 +1,6 @@
-//! `nagaya cluster`, `nagaya nodes`, `nagaya placements`: a node becomes one of several, and what runs where.
+//! `nagaya cluster`, `nagaya nodes`, `nagaya placements`: membership of nodes, and where sites run.
 //!
-//! Not here: doing it (`supervisor::cluster`), the paths it is asked for by (`admin::cluster`).
+//! Not here: doing it (`supervisor::cluster`), the paths of the requests (`admin::cluster`).
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -11,78 +11,82 @@ use serde_json::{Value, json};
 use nagaya_base::units::parse_duration;
 
 use super::etcd_certs::{self, EtcdCerts};
-use super::output::{self, CliError, Columns, Format, Place, escape, plain, short_time};
-use crate::admin::{Found, Join, NewToken};
-use crate::supervisor::Etcd;
+use super::output::{self, CliError, OutputFormat, RecordSource, TableColumns, escape, plain, short_time};
+use crate::admin::{FoundCommand, JoinCommand, NewToken};
+use crate::etcd_access::EtcdAccess;
 
-/// Placements printed if nobody says how many.
+/// Default number of printed placements.
 const PLACEMENTS_SHOWN: usize = 1_000;
 
 #[derive(Debug, clap::Subcommand)]
-pub enum Command {
-    /// Make certificates for etcd and for the nodes that use it, in files; no node need run
+pub enum ClusterArgs {
+    /// Make certificates for etcd and for the nodes that use it, in files. No node has to run
     EtcdCerts(EtcdCerts),
-    /// Make a cluster of this node: its records move to etcd, while it serves on
+    /// Make a cluster of this node. Its records move to etcd, and it keeps serving
     Init {
-        /// A name for the cluster; several may share one etcd
+        /// Name of the cluster; several clusters can share one etcd
         #[arg(long, default_value = "main")]
         name: String,
         #[command(flatten)]
         store: StoreAt,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Make this node a member of a cluster: it takes over the cluster's records
+    /// Make this node a member of a cluster. It takes over the cluster's records
     Join {
-        /// The cluster's name, if it is to be checked: the token has it
+        /// Name of the cluster, to check the name in the token
         #[arg(long)]
         name: Option<String>,
         #[command(flatten)]
         store: StoreAt,
-        /// File with what `nagaya cluster token` prints on a member; `-` is standard input
+        /// File with the output of `nagaya cluster token` on a member; `-` is standard input
         #[arg(long, value_name = "FILE")]
         token_file: PathBuf,
-        /// Drop the tenants, sites, settings and rules this node has of its own
+        /// Delete this node's own tenants, sites, settings and rules
         #[arg(long)]
         discard: bool,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Show this node as a member, and how old what it knows is
-    Status(Format),
-    /// Change how this member reaches etcd, such as from http:// to https:// with a certificate
+    /// Show the membership of this node, and the age of its data
+    Status(OutputFormat),
+    /// Change how this member reaches etcd, for example from http:// to https:// with a certificate
     Store {
         #[command(flatten)]
         store: StoreAt,
     },
-    /// Write what this node knows in the place of values in etcd that do not count
+    /// Replace invalid values in etcd by those that this node knows
     Repair,
-    /// Print a token by which one other machine joins, once and within --ttl
+    /// Print a token. One other machine can join with it, once and within --ttl
     Token(TokenWords),
-    /// Exchange all keys that members have: the authority of their certificates, and what they sign with. No request is lost
+    /// Replace all keys of the members: their certificate authority and their signing keys. No
+    /// request is lost
     Rotate {
-        /// The keys before end now, not when all nodes have new certificates; refused while one has not
+        /// End the old keys now. Refused while a node has no new certificate
         #[arg(long)]
         finish: bool,
     },
-    /// Move all applications away from a node, without an error, and place none there
+    /// Move all applications away from a node without errors, and place no others there
     Drain { node: String },
-    /// Let a drained node have applications again
+    /// Allow applications on a drained node again
     Undrain { node: String },
-    /// Take a node out of the cluster, and every key that it has out of use
+    /// Remove a node from the cluster, and end all keys that it has
     Remove {
+        /// Name of the node
         node: String,
-        /// Although applications are placed there: they move when somebody asks for them
+        /// Remove the node although applications are placed there. Each moves at its next request
         #[arg(long)]
         force: bool,
-        /// Somebody else may have its keys: they end at once. Requests between the other nodes may wait meanwhile. Implies --force
+        /// End the node's keys at once, because somebody else may have them. Requests between the
+        /// other nodes may wait meanwhile. Implies --force
         #[arg(long)]
         stolen: bool,
     },
-    /// Move one application to another node, without an error
+    /// Move one application to another node without errors
     Move {
+        /// Site of the application
         site: String,
-        /// The node; else the best one
+        /// Node to move to; without it, the best one
         #[arg(long, value_name = "NODE")]
         to: Option<String>,
     },
@@ -91,65 +95,69 @@ pub enum Command {
 /// Where the cluster's records are.
 #[derive(Debug, clap::Args)]
 pub struct StoreAt {
-    /// etcd's client addresses, as https://ADDRESS:PORT; a join token has them
+    /// Client addresses of etcd, as https://ADDRESS:PORT; a join token contains them
     #[arg(long = "etcd", value_name = "URL", value_delimiter = ',')]
     pub endpoints: Vec<String>,
-    /// PEM file of who signed etcd's certificate
+    /// PEM file of the authority that signed etcd's certificate
     #[arg(long = "etcd-ca", value_name = "FILE")]
     pub ca: Option<PathBuf>,
-    /// PEM file of the certificate to show etcd
+    /// PEM file of the client certificate for etcd
     #[arg(long = "etcd-cert", value_name = "FILE", requires = "key")]
     pub certificate: Option<PathBuf>,
-    /// PEM file of its key
+    /// PEM file of the certificate's key
     #[arg(long = "etcd-key", value_name = "FILE", requires = "certificate")]
     pub key: Option<PathBuf>,
+    /// User name for etcd
     #[arg(long = "etcd-user", value_name = "NAME", requires = "password")]
     pub user: Option<String>,
+    /// File with the password of that user
     #[arg(long = "etcd-password-file", value_name = "FILE", id = "password", requires = "user")]
     pub password: Option<PathBuf>,
-    /// Although etcd is reached in clear text or without a login: whoever reaches it, each tenant too, can stop the cluster
+    /// Accept etcd in clear text or without a login. Then everybody who reaches etcd can stop the
+    /// cluster, each tenant too
     #[arg(long)]
     pub insecure: bool,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct TokenWords {
-    /// The token is good for so long, as 30m or 2h
+    /// Time for which the token is valid, like 30m or 2h
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
     pub ttl: Duration,
-    /// PEM file of the certificate that the machine is to show etcd; the token has it then, and is as secret as its key for as long
+    /// PEM file of the client certificate with which the machine reaches etcd. The token then
+    /// contains it and is as secret as its key
     #[arg(long = "etcd-cert", value_name = "FILE", requires = "key")]
     pub certificate: Option<PathBuf>,
-    /// PEM file of its key
+    /// PEM file of the certificate's key
     #[arg(long = "etcd-key", value_name = "FILE", requires = "certificate")]
     pub key: Option<PathBuf>,
-    /// Show the tokens that are still good, without their secrets
+    /// Show the valid tokens, without their secrets
     #[arg(long, conflicts_with_all = ["certificate", "key", "revoke"])]
     pub list: bool,
-    /// End a token, by the id that --list shows
+    /// End a token by its id, as --list shows it
     #[arg(long, value_name = "ID", conflicts_with_all = ["certificate", "key"])]
     pub revoke: Option<String>,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Placements {
-    /// Only those on this node
+pub struct PlacementsArgs {
+    /// Show only applications on this node
     #[arg(long, value_name = "NODE")]
     pub node: Option<String>,
-    /// Only sites after this one, in order of name
+    /// Show only sites after this one, ordered by name
     #[arg(long, value_name = "SITE")]
     pub after: Option<String>,
-    /// Show so many at most
+    /// Show at most this many applications
     #[arg(long, value_name = "N", default_value_t = PLACEMENTS_SHOWN)]
     pub limit: usize,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
 impl StoreAt {
-    /// Where no token says it.
+    /// Refuses options that only apply without a token.
     fn refuse_none(&self) -> Result<(), CliError> {
         if self.endpoints.is_empty() {
             return Err(CliError::Usage("say where etcd is: --etcd https://ADDRESS:2379".into()));
@@ -157,8 +165,8 @@ impl StoreAt {
         Ok(())
     }
 
-    fn read(&self) -> Result<Etcd, CliError> {
-        Ok(Etcd {
+    fn read(&self) -> Result<EtcdAccess, CliError> {
+        Ok(EtcdAccess {
             endpoints: self.endpoints.clone(),
             ca: self.ca.as_deref().map(file).transpose()?,
             certificate: self.certificate.as_deref().map(file).transpose()?,
@@ -170,7 +178,7 @@ impl StoreAt {
     }
 }
 
-/// The whole text of a file, or of standard input.
+/// Returns the whole text of a file, or of standard input.
 fn file(path: &Path) -> Result<String, CliError> {
     let read = match path.to_str() {
         Some("-") => std::io::read_to_string(std::io::stdin()),
@@ -179,30 +187,30 @@ fn file(path: &Path) -> Result<String, CliError> {
     read.map_err(|error| CliError::Io { path: path.into(), error })
 }
 
-pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
-    let text = Format { json: false };
+pub fn run(command: ClusterArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
+    let text = OutputFormat { json: false };
     let (result, format) = match &command {
-        Command::EtcdCerts(words) => (etcd_certs::run(words), text),
-        Command::Init { name, store, format } => (init(name, store, *format, place), *format),
-        Command::Join { name, store, token_file, discard, format } => {
+        ClusterArgs::EtcdCerts(words) => (etcd_certs::run(words), text),
+        ClusterArgs::Init { name, store, format } => (init(name, store, *format, place), *format),
+        ClusterArgs::Join { name, store, token_file, discard, format } => {
             (join(name.as_deref(), store, token_file, *discard, *format, place), *format)
         }
-        Command::Status(format) => (status(*format, place), *format),
-        Command::Store { store } => (change_store(store, place), text),
-        Command::Repair => (repair(place), text),
-        Command::Token(words) => (token(words, place), words.format),
-        Command::Rotate { finish } => (rotate(*finish, place), text),
-        Command::Drain { node } => (drain(node, "drain", place), text),
-        Command::Undrain { node } => (drain(node, "undrain", place), text),
-        Command::Remove { node, force, stolen } => (remove(node, *force, *stolen, place), text),
-        Command::Move { site, to } => (relocate(site, to.as_deref(), place), text),
+        ClusterArgs::Status(format) => (status(*format, place), *format),
+        ClusterArgs::Store { store } => (change_store(store, place), text),
+        ClusterArgs::Repair => (repair(place), text),
+        ClusterArgs::Token(words) => (token(words, place), words.format),
+        ClusterArgs::Rotate { finish } => (rotate(*finish, place), text),
+        ClusterArgs::Drain { node } => (drain(node, "drain", place), text),
+        ClusterArgs::Undrain { node } => (drain(node, "undrain", place), text),
+        ClusterArgs::Remove { node, force, stolen } => (remove(node, *force, *stolen, place), text),
+        ClusterArgs::Move { site, to } => (relocate(site, to.as_deref(), place), text),
     };
     output::end(result, format)
 }
 
-fn init(name: &str, store: &StoreAt, format: Format, place: &Place) -> Result<(), CliError> {
+fn init(name: &str, store: &StoreAt, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     store.refuse_none()?;
-    let found = Found { cluster: name.into(), etcd: store.read()? };
+    let found = FoundCommand { cluster: name.into(), etcd: store.read()? };
     let made = output::send_node(place, "/v1/cluster", &json!(found))?;
     if format.json {
         return output::print_json(&made);
@@ -220,11 +228,11 @@ fn join(
     store: &StoreAt,
     token_file: &Path,
     discard: bool,
-    format: Format,
-    place: &Place,
+    format: OutputFormat,
+    place: &RecordSource,
 ) -> Result<(), CliError> {
     let token = file(token_file)?.trim().to_owned();
-    let join = Join { cluster: name.map(Into::into), etcd: store.read()?, token, discard };
+    let join = JoinCommand { cluster: name.map(Into::into), etcd: store.read()?, token, discard };
     let made = output::send_node(place, "/v1/cluster/join", &json!(join))?;
     if format.json {
         return output::print_json(&made);
@@ -238,32 +246,33 @@ fn join(
     ))
 }
 
-fn status(format: Format, place: &Place) -> Result<(), CliError> {
+fn status(format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     let status = output::ask_node(place, "/v1/cluster")?;
     if format.json { output::print_json(&status) } else { output::print_fields(&status) }
 }
 
-fn change_store(store: &StoreAt, place: &Place) -> Result<(), CliError> {
+fn change_store(store: &StoreAt, place: &RecordSource) -> Result<(), CliError> {
     store.refuse_none()?;
     let done = output::send_node(place, "/v1/cluster/store", &json!(store.read()?))?;
-    output::print(match done["needs_restart"] == true {
-        true => "this node reaches the store so when it is started anew: systemctl restart nagaya",
-        false => "this node reaches the store so",
+    output::print(if done["needs_restart"] == true {
+        "this node reaches the store so when it is started anew: systemctl restart nagaya"
+    } else {
+        "this node reaches the store so"
     })
 }
 
-fn repair(place: &Place) -> Result<(), CliError> {
+fn repair(place: &RecordSource) -> Result<(), CliError> {
     let done = output::tell_node(place, "/v1/cluster/repair")?;
     output::print(&format!(
-        "{} values that did not count were written from what this node knows, {} were signed anew",
+        "{} invalid values were replaced by those that this node knows, {} were signed again",
         done["repaired"], done["signed"]
     ))
 }
 
-fn token(words: &TokenWords, place: &Place) -> Result<(), CliError> {
+fn token(words: &TokenWords, place: &RecordSource) -> Result<(), CliError> {
     if let Some(id) = &words.revoke {
         output::remove_at_node(place, &format!("/v1/cluster/tokens/{}", escape(id)))?;
-        return output::print(&format!("nobody joins by token {id} any more"));
+        return output::print(&format!("token {id} is no longer valid"));
     }
     if words.list {
         return list_tokens(words.format, place);
@@ -277,17 +286,17 @@ fn token(words: &TokenWords, place: &Place) -> Result<(), CliError> {
     if words.format.json {
         return output::print_json(&made);
     }
-    // Beside the token, which is most often sent into a file.
+    // Separate from the token, which usually goes into a file.
     eprintln!("token {}: one machine joins by it, within {}", plain(&made["id"]), short_time(words.ttl));
     output::print(&plain(&made["token"]))
 }
 
-fn list_tokens(format: Format, place: &Place) -> Result<(), CliError> {
+fn list_tokens(format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     let answer = output::ask_node(place, "/v1/cluster/tokens")?;
     if format.json {
         return output::print_json(&answer["tokens"]);
     }
-    let mut columns = Columns::new(&["TOKEN", "MADE BY", "GOOD FOR"]);
+    let mut columns = TableColumns::new(&["TOKEN", "MADE BY", "GOOD FOR"]);
     for token in answer["tokens"].as_array().into_iter().flatten() {
         let left = Duration::from_secs(token["seconds_left"].as_u64().unwrap_or_default());
         columns.add([plain(&token["id"]), plain(&token["by"]), short_time(left)]);
@@ -295,18 +304,19 @@ fn list_tokens(format: Format, place: &Place) -> Result<(), CliError> {
     columns.print()
 }
 
-fn rotate(finish: bool, place: &Place) -> Result<(), CliError> {
+fn rotate(finish: bool, place: &RecordSource) -> Result<(), CliError> {
     let done = output::tell_node(place, &format!("/v1/cluster/authority?finish={finish}"))?;
-    output::print(&match finish {
-        false => format!(
+    output::print(&if finish {
+        format!("only authority {} is believed", done["serial"])
+    } else {
+        format!(
             "authority {} is believed beside the one before, which ends when `nagaya nodes` shows the new one at every node",
             done["serial"]
-        ),
-        true => format!("only authority {} is believed", done["serial"]),
+        )
     })
 }
 
-fn drain(node: &str, word: &str, place: &Place) -> Result<(), CliError> {
+fn drain(node: &str, word: &str, place: &RecordSource) -> Result<(), CliError> {
     let done = output::tell_node(place, &format!("/v1/nodes/{}/{word}", escape(node)))?;
     output::print(&match word {
         "drain" => format!(
@@ -317,7 +327,7 @@ fn drain(node: &str, word: &str, place: &Place) -> Result<(), CliError> {
     })
 }
 
-fn remove(node: &str, force: bool, stolen: bool, place: &Place) -> Result<(), CliError> {
+fn remove(node: &str, force: bool, stolen: bool, place: &RecordSource) -> Result<(), CliError> {
     let path = format!("/v1/nodes/{}?force={force}&stolen={stolen}", escape(node));
     let done = output::remove_at_node(place, &path)?;
     let keys =
@@ -328,18 +338,18 @@ fn remove(node: &str, force: bool, stolen: bool, place: &Place) -> Result<(), Cl
     ))
 }
 
-fn relocate(site: &str, to: Option<&str>, place: &Place) -> Result<(), CliError> {
+fn relocate(site: &str, to: Option<&str>, place: &RecordSource) -> Result<(), CliError> {
     let to = to.map_or_else(String::new, |to| format!("?to={}", escape(to)));
     let done = output::tell_node(place, &format!("/v1/placements/{}/move{to}", escape(site)))?;
     output::print(&format!("'{site}' runs on '{}' from epoch {} on", plain(&done["node"]), done["epoch"]))
 }
 
 /// `nagaya nodes`.
-pub fn nodes(format: Format, place: &Place) -> Result<ExitCode, CliError> {
+pub fn nodes(format: OutputFormat, place: &RecordSource) -> Result<ExitCode, CliError> {
     output::end(list_nodes(format, place), format)
 }
 
-fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
+fn list_nodes(format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     let answer = output::ask_node(place, "/v1/nodes")?;
     if format.json {
         return output::print_json(&answer["nodes"]);
@@ -347,8 +357,8 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
     nodes_table(&answer["nodes"]).print()
 }
 
-fn nodes_table(nodes: &Value) -> Columns {
-    let mut columns = Columns::new(&[
+fn nodes_table(nodes: &Value) -> TableColumns {
+    let mut columns = TableColumns::new(&[
         "NODE",
         "STATE",
         "PEER",
@@ -379,7 +389,7 @@ fn nodes_table(nodes: &Value) -> Columns {
     columns
 }
 
-/// The other nodes that have a site. One that it is still being started on has a `*`.
+/// Returns the other nodes that have a site. A node on which it is still starting has a `*`.
 fn copies(told: &serde_json::Value) -> String {
     let name = |copy: &serde_json::Value| {
         let star = if copy["ready"] == true { "" } else { "*" };
@@ -390,11 +400,11 @@ fn copies(told: &serde_json::Value) -> String {
 }
 
 /// `nagaya placements`.
-pub fn placements(command: &Placements, place: &Place) -> Result<ExitCode, CliError> {
+pub fn placements(command: &PlacementsArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     output::end(list_placements(command, place), command.format)
 }
 
-fn list_placements(command: &Placements, place: &Place) -> Result<(), CliError> {
+fn list_placements(command: &PlacementsArgs, place: &RecordSource) -> Result<(), CliError> {
     let mut path = format!("/v1/placements?limit={}", command.limit);
     for (key, value) in [("node", &command.node), ("after", &command.after)] {
         if let Some(value) = value {
@@ -409,10 +419,10 @@ fn list_placements(command: &Placements, place: &Place) -> Result<(), CliError> 
     placements_table(&answer["placements"], now).print()
 }
 
-/// `now` is Unix time.
-fn placements_table(placements: &Value, now: Duration) -> Columns {
+/// Returns the table. `now` is Unix time.
+fn placements_table(placements: &Value, now: Duration) -> TableColumns {
     let mut columns =
-        Columns::new(&["SITE", "NODE", "COPIES", "EPOCH", "SINCE", "WHY", "FALLBACK", "IMAGE HERE"]);
+        TableColumns::new(&["SITE", "NODE", "COPIES", "EPOCH", "SINCE", "WHY", "FALLBACK", "IMAGE HERE"]);
     for placement in placements.as_array().into_iter().flatten() {
         let since = Duration::from_millis(placement["since_ms"].as_u64().unwrap_or_default());
         columns.add([

@@ -7,33 +7,34 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 
-use super::output::{self, CliError, Format};
-use crate::config::{self, Severity};
+use super::output::{self, CliError, OutputFormat};
+use crate::config::{self, MistakeSeverity};
 
 #[derive(Debug, Subcommand)]
-pub enum Command {
-    /// Print every key with what it takes, its default and its meaning (Markdown)
+pub enum ConfigArgs {
+    /// Print every key with its values, its default and its meaning (Markdown)
     Reference,
-    /// Print the settings that hold, defaults included, as a configuration file
+    /// Print the settings in effect, defaults included, as a configuration file
     Dump,
 }
 
-pub fn run(command: &Command, file: Option<&Path>) -> Result<ExitCode, CliError> {
+pub fn run(command: &ConfigArgs, file: Option<&Path>) -> Result<ExitCode, CliError> {
     let text = match command {
-        Command::Reference => config::reference(),
-        Command::Dump => config::dump(&super::settings(file)?),
+        ConfigArgs::Reference => config::reference(),
+        ConfigArgs::Dump => config::dump(&super::settings(file)?),
     };
     output::print(text.trim_end())?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Also looks into the rule files. Exit status 1 if there is any mistake; warnings are none.
-pub fn check(file: Option<&Path>, format: Format) -> Result<ExitCode, CliError> {
+/// Checks the configuration, including rule files. Exit status 1 if there is any mistake; warnings
+/// do not count.
+pub fn check(file: Option<&Path>, format: OutputFormat) -> Result<ExitCode, CliError> {
     let (from, mistakes) = match config::load(file) {
         Ok(loaded) => (loaded.file, config::check_rules(&loaded.settings)),
         Err(mistakes) => (None, mistakes),
     };
-    let errors = mistakes.iter().filter(|mistake| mistake.severity == Severity::Error).count();
+    let errors = mistakes.iter().filter(|mistake| mistake.severity == MistakeSeverity::Error).count();
     if format.json {
         let list = serde_json::to_value(&mistakes).expect("a mistake is texts and numbers");
         output::print_json(&list)?;
@@ -45,7 +46,7 @@ pub fn check(file: Option<&Path>, format: Format) -> Result<ExitCode, CliError> 
         output::print(&match from {
             _ if errors > 0 => format!("{errors} {plural}"),
             Some(file) => format!("{}: no mistakes", file.display()),
-            None => "there is no configuration file; the defaults hold".into(),
+            None => "there is no configuration file; the defaults apply".into(),
         })?;
     }
     Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })

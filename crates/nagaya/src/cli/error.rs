@@ -24,7 +24,7 @@ pub fn run(code: &str) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// `NGY0501`, `ngy501` and `501` are one number.
+/// Returns the number: `NGY0501`, `ngy501` and `501` are the same.
 fn number(code: &str) -> Option<u16> {
     let digits = code.trim().trim_start_matches(|c: char| c.is_ascii_alphabetic());
     digits.parse().ok()

@@ -1,7 +1,9 @@
-//! `nagaya cluster etcd-certs`: certificates for etcd's members and for the nodes that use it, in files.
+//! `nagaya cluster etcd-certs`: certificates for etcd's members and for the nodes that use it, in
+//! files.
 //!
-//! Two authorities: one for what clients and members show each other, one for the members among themselves, so that no node can pass
-//! for a member of etcd. What is there already is left as it is. Not here: certificates of nodes towards each other (`supervisor::cluster`).
+//! There are two CAs: one for clients and members, the other for the members among themselves. So
+//! no node can pass for a member of etcd. Existing files stay as they are. Not here: certificates
+//! between nodes (`supervisor::cluster`).
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,7 +13,7 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nagaya_cmdb::NodeName;
+use nagaya_records::NodeName;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevocationReason,
@@ -22,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::output::{self, CliError};
 use crate::supervisor::hold_certificate;
 
-/// Age at which these certificates end. Nothing renews them; a certificate is taken back by `--revoke`.
+/// Lifetime of these certificates. Nothing renews them; `--revoke` revokes one.
 const AGE_MAX: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// Bytes of a serial number, which is random (RFC 5280, 4.1.2.2: at most 20).
@@ -31,7 +33,7 @@ const SERIAL_LEN: usize = 16;
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 
-/// Where the options that are printed have the files on a member's machine.
+/// Directory of the files on a member's machine, in the printed options.
 const INSTALLED: &str = "/etc/etcd";
 
 const CA: &str = "ca";
@@ -41,50 +43,53 @@ const ISSUED: &str = "issued.json";
 
 #[derive(Debug, clap::Args)]
 pub struct EtcdCerts {
-    /// Directory of the files. It has the authorities' keys: keep it where only you read it, best on no node
+    /// Directory of the files. It contains the keys of the certificate authorities. Keep it where
+    /// only you can read it, best not on a node
     #[arg(long, value_name = "DIR")]
     pub dir: PathBuf,
-    /// A member of etcd and its addresses, the first of which others use: NAME=ADDRESS or NAME=ADDRESS,ADDRESS
+    /// Member of etcd and its addresses: NAME=ADDRESS or NAME=ADDRESS,ADDRESS. Others use the first
+    /// address
     #[arg(long = "member", value_name = "NAME=ADDRESS", value_parser = member)]
-    pub members: Vec<Member>,
-    /// A node that is to use etcd
+    pub members: Vec<EtcdHost>,
+    /// Node that uses etcd
     #[arg(long = "node", value_name = "NODE")]
     pub nodes: Vec<String>,
-    /// Take back the certificates of a node: those made for it so far count no more
+    /// Revoke all certificates that were made for a node so far
     #[arg(long, value_name = "NODE")]
     pub revoke: Vec<String>,
 }
 
 /// A member of etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
+pub struct EtcdHost {
     name: NodeName,
     addresses: Vec<String>,
 }
 
-/// What was made so far, by serial numbers in hexadecimal digits.
+/// Issued certificates, by serial numbers in hexadecimal digits.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Issued {
+struct IssuedCertificate {
     nodes: BTreeMap<String, Vec<String>>,
     revoked: Vec<String>,
     /// Number of the latest list of revoked certificates.
     list: u64,
 }
 
-fn member(text: &str) -> Result<Member, String> {
+fn member(text: &str) -> Result<EtcdHost, String> {
     let (name, addresses) = text.split_once('=').ok_or("write NAME=ADDRESS")?;
     let addresses: Vec<String> = addresses.split(',').map(|address| address.trim().to_owned()).collect();
     if addresses.iter().any(|address| address.is_empty() || address.contains(['/', ' '])) {
         return Err("an address is an IP address or a host name, without a port".into());
     }
-    Ok(Member { name: NodeName::new(name).map_err(|error| error.to_string())?, addresses })
+    Ok(EtcdHost { name: NodeName::new(name).map_err(|error| error.to_string())?, addresses })
 }
 
 pub fn run(words: &EtcdCerts) -> Result<(), CliError> {
     let nodes: Vec<NodeName> = words.nodes.iter().map(|name| named(name)).collect::<Result<_, _>>()?;
-    let desk = Desk::open(&words.dir)?;
-    let (ca, peer_ca) = (desk.authority(CA)?, desk.authority(PEER_CA)?);
+    let desk = CertificateIssuer::open(&words.dir)?;
+    let ca = desk.authority(CA)?;
+    let peer_ca = desk.authority(PEER_CA)?;
     for member in &words.members {
         let local = ["localhost".to_owned(), "127.0.0.1".to_owned()];
         let addresses: Vec<String> = member.addresses.iter().cloned().chain(local).collect();
@@ -113,16 +118,16 @@ fn named(name: &str) -> Result<NodeName, CliError> {
     NodeName::new(name).map_err(|error| CliError::Usage(format!("--node: {error}")))
 }
 
-/// The directory in which all of it lies.
-struct Desk<'a> {
+/// The directory of all these files.
+struct CertificateIssuer<'a> {
     dir: &'a Path,
 }
 
-struct Authority {
+struct CaKey {
     issuer: Issuer<'static, KeyPair>,
 }
 
-impl<'a> Desk<'a> {
+impl<'a> CertificateIssuer<'a> {
     fn open(dir: &'a Path) -> Result<Self, CliError> {
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
         made.map_err(|error| CliError::Io { path: dir.into(), error })?;
@@ -133,15 +138,16 @@ impl<'a> Desk<'a> {
         self.dir.join(name)
     }
 
-    /// The authority of this name, which is made if there is none yet.
-    fn authority(&self, name: &str) -> Result<Authority, CliError> {
+    /// Returns the CA of this name, which is made if it does not exist.
+    fn authority(&self, name: &str) -> Result<CaKey, CliError> {
         let mut params = CertificateParams::new(Vec::new()).map_err(made)?;
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, format!("nagaya etcd {name}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         hold_certificate(&mut params, AGE_MAX);
-        let (key_path, path) = (self.path(&format!("{name}.key")), self.path(&format!("{name}.pem")));
+        let key_path = self.path(&format!("{name}.key"));
+        let path = self.path(&format!("{name}.pem"));
         let key = match fs::read_to_string(&key_path) {
             Ok(pem) => KeyPair::from_pem(&pem).map_err(made)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -152,12 +158,14 @@ impl<'a> Desk<'a> {
             }
             Err(error) => return Err(CliError::Io { path: key_path, error }),
         };
-        Ok(Authority { issuer: Issuer::new(params, key) })
+        Ok(CaKey { issuer: Issuer::new(params, key) })
     }
 
-    /// A certificate and its key, and the serial number in hexadecimal digits. `None` if there is one of this name.
-    fn certify(&self, by: &Authority, name: &str, names: Vec<String>) -> Result<Option<String>, CliError> {
-        let (path, key_path) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
+    /// Makes a certificate and its key. Returns the serial number in hexadecimal digits. `None` if
+    /// there is one of this name.
+    fn certify(&self, by: &CaKey, name: &str, names: Vec<String>) -> Result<Option<String>, CliError> {
+        let path = self.path(&format!("{name}.pem"));
+        let key_path = self.path(&format!("{name}.key"));
         if path.exists() && key_path.exists() {
             return Ok(None);
         }
@@ -167,7 +175,7 @@ impl<'a> Desk<'a> {
         params.distinguished_name = DistinguishedName::new();
         let mut serial = [0; SERIAL_LEN];
         getrandom::fill(&mut serial).map_err(|error| CliError::Usage(format!("no random bytes: {error}")))?;
-        // Positive, and without a zero in front (RFC 5280, 4.1.2.2).
+        // Positive, and without a leading zero (RFC 5280, 4.1.2.2).
         serial[0] = serial[0] & 0x7f | 0x40;
         params.serial_number = Some(SerialNumber::from_slice(&serial));
         // etcd's gateway shows the member's certificate to the member itself.
@@ -193,18 +201,18 @@ impl<'a> Desk<'a> {
         Ok(())
     }
 
-    fn issued(&self) -> Result<Issued, CliError> {
+    fn issued(&self) -> Result<IssuedCertificate, CliError> {
         let path = self.path(ISSUED);
         match fs::read(&path) {
             Ok(text) => serde_json::from_slice(&text)
                 .map_err(|error| CliError::Usage(format!("{}: {error}", path.display()))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Issued::default()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(IssuedCertificate::default()),
             Err(error) => Err(CliError::Io { path, error }),
         }
     }
 
-    /// The list of revoked certificates, and what was made so far.
-    fn write_list(&self, ca: &Authority, issued: &mut Issued) -> Result<(), CliError> {
+    /// Writes the list of revoked certificates, and the issued ones.
+    fn write_list(&self, ca: &CaKey, issued: &mut IssuedCertificate) -> Result<(), CliError> {
         issued.list += 1;
         let mut times = CertificateParams::default();
         hold_certificate(&mut times, AGE_MAX);
@@ -231,9 +239,10 @@ impl<'a> Desk<'a> {
         self.replace(ISSUED, &text, 0o600)
     }
 
-    /// The old file or the new one is there, whatever happens.
+    /// Replaces a file atomically: the old or the new one exists, whatever happens.
     fn replace(&self, name: &str, bytes: &[u8], mode: u32) -> Result<(), CliError> {
-        let (draft, path) = (self.path(&format!("{name}.new")), self.path(name));
+        let draft = self.path(&format!("{name}.new"));
+        let path = self.path(name);
         let write = || {
             let mut options = OpenOptions::new();
             let mut file = options.write(true).create(true).truncate(true).mode(mode).open(&draft)?;
@@ -259,7 +268,7 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> Result<(), CliError> {
     write().map_err(|error| CliError::Io { path: path.into(), error })
 }
 
-/// What is to be done with the files.
+/// Returns the instructions for the files.
 fn told(words: &EtcdCerts, nodes: &[NodeName]) -> String {
     let dir = words.dir.display();
     let mut text =
@@ -278,7 +287,7 @@ fn told(words: &EtcdCerts, nodes: &[NodeName]) -> String {
     if !words.revoke.is_empty() {
         let _ = write!(
             text,
-            "\nwhat was taken back: {REVOKED} belongs into {INSTALLED} of each member; each is started anew to end connections there are\n"
+            "\nrevoked certificates: copy {REVOKED} to {INSTALLED} of each member, and restart each member to end open connections\n"
         );
     }
     for node in nodes {
@@ -290,14 +299,15 @@ fn told(words: &EtcdCerts, nodes: &[NodeName]) -> String {
     text.trim_end().to_owned()
 }
 
-/// A member's options as variables, which etcd takes as it takes flags.
-fn options(member: &Member, all: &[Member]) -> String {
-    let (name, address) = (&member.name, url_host(&member.addresses[0]));
+/// Returns a member's options as variables, which etcd accepts like flags.
+fn options(member: &EtcdHost, all: &[EtcdHost]) -> String {
+    let name = &member.name;
+    let address = url_host(&member.addresses[0]);
     let peer =
-        |member: &Member| format!("{}=https://{}:{PEER_PORT}", member.name, url_host(&member.addresses[0]));
+        |member: &EtcdHost| format!("{}=https://{}:{PEER_PORT}", member.name, url_host(&member.addresses[0]));
     let cluster: Vec<_> = all.iter().map(peer).collect();
-    let (client, peer) =
-        (format!("https://{address}:{CLIENT_PORT}"), format!("https://{address}:{PEER_PORT}"));
+    let client = format!("https://{address}:{CLIENT_PORT}");
+    let peer = format!("https://{address}:{PEER_PORT}");
     let file = |name: String| format!("{INSTALLED}/{name}");
     let rows = [
         ("NAME", name.to_string()),
@@ -320,7 +330,7 @@ fn options(member: &Member, all: &[Member]) -> String {
     rows.iter().map(|(key, value)| format!("  ETCD_{key}={value}\n")).collect()
 }
 
-/// An IPv6 address in a URL has brackets around it.
+/// Returns a host for a URL: an IPv6 address has brackets around it.
 fn url_host(address: &str) -> String {
     if address.contains(':') { format!("[{address}]") } else { address.into() }
 }
@@ -365,13 +375,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_back_is_on_the_list_and_is_made_anew() {
+    fn revoked_certificate_is_listed_and_can_be_issued_anew() {
         let dir = tempfile::tempdir().unwrap();
         run(&words(dir.path(), &["a", "b"], &[])).unwrap();
         let pki = dir.path().join("pki");
         let empty = fs::read(pki.join(REVOKED)).unwrap();
         run(&words(dir.path(), &[], &["b"])).unwrap();
-        let issued: Issued = serde_json::from_slice(&fs::read(pki.join(ISSUED)).unwrap()).unwrap();
+        let issued: IssuedCertificate = serde_json::from_slice(&fs::read(pki.join(ISSUED)).unwrap()).unwrap();
         assert_eq!((issued.revoked.len(), issued.nodes.len()), (1, 1));
         assert!(fs::read(pki.join(REVOKED)).unwrap().len() > empty.len());
         assert!(!pki.join("node-b.pem").exists() && pki.join("node-a.pem").exists());

@@ -1,37 +1,38 @@
-//! `nagaya events`, and the part of `nagaya explain SITE` about where its application runs: what has happened in the cluster lately, as the
-//! node that is asked saw it.
+//! `nagaya events`, and the part of `nagaya explain SITE` about where its application runs. It
+//! shows recent cluster events, as seen by the queried node.
 //!
-//! Not here: keeping it (`supervisor::cluster::events`), the other parts of `nagaya explain SITE` (`lanes`, `balance`).
+//! Not here: keeping them (`supervisor::cluster::events`), the other parts of `nagaya explain SITE`
+//! (`lanes`, `balance`).
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use nagaya_cmdb::instance::Wake;
+use nagaya_records::instance::WakeReport;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::output::{self, CliError, Format, Place, plain, printable, short_time, short_us};
+use super::output::{self, CliError, OutputFormat, RecordSource, plain, printable, short_time, short_us};
 
-/// Events printed if nobody says how many.
+/// Default number of printed events.
 const EVENTS_SHOWN: usize = 50;
 
-/// Codes with which a node says that it is in no cluster, or cannot be in one.
+/// Codes of a node that is in no cluster, or cannot be in one.
 const NO_CLUSTER: [&str; 2] = ["NGY0240", "NGY0241"];
 
 #[derive(Debug, clap::Args)]
-pub struct Events {
-    /// Show so many at most, the latest first
+pub struct EventsArgs {
+    /// Show at most this many events, the latest first
     #[arg(long, value_name = "N", default_value_t = EVENTS_SHOWN)]
     pub limit: usize,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-/// One of them, as the node tells it. What it has not is absent.
+/// One event, as in the node's reply. Unknown fields are absent.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Event {
+struct ShownEvent {
     at_ms: u64,
     event: String,
     node: String,
@@ -50,29 +51,29 @@ struct Event {
     fence_ms: u64,
 }
 
-/// Why a site is where it is.
+/// Why a site is on its node.
 #[derive(Debug, Deserialize)]
-struct Explained {
-    /// The node that says so.
+struct PlacementReply {
+    /// The node that replied.
     asked: String,
     placement: Option<Value>,
     fallback: Option<String>,
     /// On that node, if it runs there.
-    last_wake: Option<Wake>,
+    last_wake: Option<WakeReport>,
     #[serde(default)]
-    moves: Vec<Event>,
+    moves: Vec<ShownEvent>,
 }
 
-pub fn run(command: &Events, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: &EventsArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     output::end(show(command, place), command.format)
 }
 
-fn show(command: &Events, place: &Place) -> Result<(), CliError> {
+fn show(command: &EventsArgs, place: &RecordSource) -> Result<(), CliError> {
     let answer = output::ask_node(place, &format!("/v1/events?limit={}", command.limit))?;
     if command.format.json {
         return output::print_json(&answer["events"]);
     }
-    let events: Vec<Event> = read(answer["events"].clone())?;
+    let events: Vec<ShownEvent> = read(answer["events"].clone())?;
     output::print(screen(&events, now_ms()).trim_end())
 }
 
@@ -86,7 +87,7 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn screen(events: &[Event], now_ms: u64) -> String {
+fn screen(events: &[ShownEvent], now_ms: u64) -> String {
     if events.is_empty() {
         return "nothing has happened since this node was started\n".into();
     }
@@ -101,12 +102,12 @@ fn ago(at_ms: u64, now_ms: u64) -> String {
     short_time(Duration::from_millis(now_ms.saturating_sub(at_ms)))
 }
 
-fn sentence(event: &Event) -> String {
+fn sentence(event: &ShownEvent) -> String {
     let node = printable(&event.node);
     match event.event.as_str() {
         "joined" => format!("{node} is a member"),
         "removed" => format!("{node} is no member any more"),
-        "gone" => format!("{node} has told nothing of itself for some seconds"),
+        "gone" => format!("{node} has sent no report for some seconds"),
         "seen" => format!("{node} tells of itself again"),
         "draining" => format!("{node} is to be emptied"),
         "undrained" => format!("{node} may have applications again"),
@@ -116,9 +117,7 @@ fn sentence(event: &Event) -> String {
             _ => format!("{node} did not answer a request"),
         },
         "answers" => format!("{node} answers again"),
-        "authority_lost" => {
-            "this node may run no applications: nobody confirms that it still has them".into()
-        }
+        "authority_lost" => "this node may run no applications: it has no lease".into(),
         "authority_held" if event.by == "members" => {
             "this node may run applications by the word of all other members, as the store does not answer"
                 .into()
@@ -129,7 +128,7 @@ fn sentence(event: &Event) -> String {
     }
 }
 
-fn moved(event: &Event) -> String {
+fn moved(event: &ShownEvent) -> String {
     let from = event.from.as_ref().map_or_else(String::new, |from| format!(" from {}", printable(from)));
     let mut out = format!(
         "{}{from} to {}, epoch {}: {}",
@@ -155,7 +154,7 @@ fn moved(event: &Event) -> String {
     out
 }
 
-/// What a placement's `why` says.
+/// Returns the text for a placement's `why`.
 fn because(why: &str) -> String {
     match why {
         "first" => "it had run nowhere".into(),
@@ -163,14 +162,14 @@ fn because(why: &str) -> String {
         "refused" => "its node refused".into(),
         "fenced" => "its node had no authority to run it".into(),
         "draining" => "its node was to be emptied, or has left".into(),
-        "load" => "its load asked for it".into(),
+        "load" => "its load required it".into(),
         "operator" => "an operator moved it".into(),
         other => printable(other),
     }
 }
 
-/// None: the node is in no cluster.
-pub fn ask(site: &str, place: &Place) -> Result<Option<Value>, CliError> {
+/// Queries a site. `None` if the node is in no cluster.
+pub fn fetch_placement(site: &str, place: &RecordSource) -> Result<Option<Value>, CliError> {
     match output::ask_node(place, &format!("/v1/placements/{}", output::escape(site))) {
         Ok(answer) => Ok(Some(answer)),
         Err(error) if error.code().is_some_and(|code| NO_CLUSTER.contains(&&*code.to_string())) => Ok(None),
@@ -178,17 +177,18 @@ pub fn ask(site: &str, place: &Place) -> Result<Option<Value>, CliError> {
     }
 }
 
-/// Nothing, where it runs nowhere and never did.
-pub fn told(answer: Option<&Value>) -> Result<String, CliError> {
+/// Returns the text; empty if it runs nowhere and never did.
+pub fn render_placement(answer: Option<&Value>) -> Result<String, CliError> {
     let Some(answer) = answer else { return Ok(String::new()) };
     Ok(placed(&read(answer.clone())?, now_ms()))
 }
 
-fn placed(explained: &Explained, now_ms: u64) -> String {
+fn placed(explained: &PlacementReply, now_ms: u64) -> String {
     let mut out = String::new();
     let asked = printable(&explained.asked);
     if let Some(placement) = &explained.placement {
-        let (node, epoch) = (printable(&plain(&placement["node"])), placement["epoch"].as_u64().unwrap_or(0));
+        let node = printable(&plain(&placement["node"]));
+        let epoch = placement["epoch"].as_u64().unwrap_or(0);
         let since = ago(placement["since_ms"].as_u64().unwrap_or(now_ms), now_ms);
         let why = because(placement["why"].as_str().unwrap_or_default());
         let _ = writeln!(out, "its application is on {node} since {since}, epoch {epoch}: {why}");
@@ -202,7 +202,7 @@ fn placed(explained: &Explained, now_ms: u64) -> String {
             let _ = writeln!(out, "  its fallback is {}", printable(fallback));
         }
     }
-    if let Some(Wake { from, stages, .. }) = &explained.last_wake {
+    if let Some(WakeReport { from, stages, .. }) = &explained.last_wake {
         let _ = write!(out, "  its last wake on {asked} was from {from}");
         for (at, (stage, us)) in stages.iter().filter(|(_, us)| *us > 0).enumerate() {
             let _ = write!(out, "{} {} {}", if at == 0 { ":" } else { "," }, stage.as_str(), short_us(*us));
@@ -234,13 +234,13 @@ mod tests {
 
     #[test]
     fn events_are_told_in_words_with_what_a_move_took() {
-        let mut events: Vec<Event> = read(told_moves()).unwrap();
+        let mut events: Vec<ShownEvent> = read(told_moves()).unwrap();
         let more = json!([
             { "at_ms": 9_000, "event": "silent", "node": "a", "why": "fenced" },
             { "at_ms": 8_000, "event": "authority_held", "by": "members" },
             { "at_ms": 8_000, "event": "draining", "node": "c\u{1b}[31m" },
         ]);
-        events.extend(read::<Vec<Event>>(more).unwrap());
+        events.extend(read::<Vec<ShownEvent>>(more).unwrap());
         assert_eq!(
             screen(&events, 100_000),
             "      3s ago  wiki from a to b, epoch 4: its node did not answer; probe 35.0 ms; decide 120 us; store 4.0 ms; fence at most 300.0 ms\n\
@@ -269,6 +269,9 @@ mod tests {
         assert!(text.contains("another node than c has chosen it") && !text.contains("moves that"), "{text}");
         let nowhere =
             json!({ "site": "wiki", "asked": "c", "placement": null, "fallback": null, "moves": [] });
-        assert_eq!((told(Some(&nowhere)).unwrap(), told(None).unwrap()), (String::new(), String::new()));
+        assert_eq!(
+            (render_placement(Some(&nowhere)).unwrap(), render_placement(None).unwrap()),
+            (String::new(), String::new())
+        );
     }
 }

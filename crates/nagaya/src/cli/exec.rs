@@ -1,8 +1,8 @@
 //! `nagaya instance exec`: a command in a running instance, as if it ran here.
 //!
-//! It gets pipes, or a terminal of its own, that the keeper makes; what is typed and written goes through here, so nothing
-//! of this terminal or these files is ever open in the instance. When this command ends, that one is ended. Not here:
-//! running it (`nagaya_keeper`), the way there (`admin::exec`).
+//! The keeper makes pipes, or a terminal, for the command. All input and output goes through here.
+//! So nothing of this terminal or these files is ever open in the instance. When this command ends,
+//! the other is ended. Not here: running it (`nagaya_keeper`), the route there (`admin::exec`).
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, IsTerminal, Read, Write};
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use nagaya_cmdb::instance::{EXEC_GO, Exec, ExecSaid};
+use nagaya_records::instance::{EXEC_GO, ExecCommand, ExecSaid};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::stdio;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
@@ -21,32 +21,32 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::output::{self, CliError, Place};
+use super::output::{self, CliError, RecordSource};
 
 /// Descriptors with one line.
 const FDS_MAX: usize = 3;
 
-/// Longest line the keeper says, bytes.
+/// Longest line from the keeper, bytes.
 const LINE_MAX: usize = 64 * 1024;
 
-/// How long what the command wrote may take to come, once it has ended. It is all in a pipe then, unless something that
-/// it left behind holds it open.
+/// Longest time for the rest of the output after the command has ended. All of it is in a pipe
+/// then, unless a leftover process holds the pipe open.
 const REST_MAX: Duration = Duration::from_secs(2);
 
 /// Bytes passed on at once.
 const PIECE_LEN: usize = 64 * 1024;
 
-/// As shells have it: a command ended by a signal has its number and this.
+/// As in shells: a command ended by a signal has its number plus this.
 const SIGNALLED: i32 = 128;
 
 #[derive(Debug, clap::Args)]
-pub struct Run {
-    /// Its site
+pub struct ExecArgs {
+    /// Site of the instance
     site: String,
-    /// Wake it if it rests
+    /// Wake the instance if it rests
     #[arg(long)]
     wake: bool,
-    /// End the command after so many seconds [default: 3600]
+    /// End the command after this many seconds [default: 3600]
     #[arg(long, value_name = "SECONDS")]
     seconds_max: Option<u32>,
     /// The command and its arguments
@@ -55,13 +55,13 @@ pub struct Run {
 }
 
 /// Runs it, and ends with its status: 125 if nagaya could not run it.
-pub fn run(run: &Run, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(run: &ExecArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     execute(run, place).map_err(|error| CliError::NotRun(Box::new(error)))
 }
 
-fn execute(run: &Run, place: &Place) -> Result<ExitCode, CliError> {
+fn execute(run: &ExecArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     let has_terminal = io::stdin().is_terminal() && io::stdout().is_terminal();
-    let exec = Exec {
+    let exec = ExecCommand {
         site: run.site.clone(),
         command: run.command.clone(),
         wake: run.wake,
@@ -73,14 +73,14 @@ fn execute(run: &Run, place: &Place) -> Result<ExitCode, CliError> {
     runtime.block_on(follow(connection))
 }
 
-/// What is between this end and the command's.
+/// The connection between this end and the command's.
 #[derive(Default)]
-struct Between {
-    /// Puts this terminal back as it was.
-    _raw: Option<Raw>,
+struct ExecStreams {
+    /// Restores this terminal.
+    _raw: Option<RawTerminal>,
     /// The command's terminal.
     terminal: Option<OwnedFd>,
-    /// Says so for each stream that has come to its end.
+    /// Reports each stream that has ended.
     streams: Option<(mpsc::Receiver<()>, usize)>,
 }
 
@@ -92,7 +92,7 @@ async fn follow(connection: OwnedFd) -> Result<ExitCode, CliError> {
     let mut resized = signal(SignalKind::window_change()).map_err(broken)?;
     let mut terminated = signal(SignalKind::terminate()).map_err(broken)?;
     let mut lines = Vec::new();
-    let mut between = Between::default();
+    let mut between = ExecStreams::default();
     loop {
         tokio::select! {
             heard = hear(&connection, &mut lines) => match heard.map_err(broken)? {
@@ -112,7 +112,7 @@ async fn follow(connection: OwnedFd) -> Result<ExitCode, CliError> {
                 }),
             },
             () = next(&mut resized) => between.resize(),
-            // The terminal is put back first; the keeper ends the command.
+            // The terminal is restored first; the keeper ends the command.
             () = next(&mut terminated) => return Ok(ExitCode::from(128 + 15)),
         }
     }
@@ -124,7 +124,7 @@ async fn next(signal: &mut Signal) {
     }
 }
 
-/// The next line, and what came with it. None: there is none any more.
+/// Returns the next line, and its descriptors. `None` at the end.
 async fn hear(socket: &UnixStream, lines: &mut Vec<u8>) -> io::Result<Option<(ExecSaid, Vec<OwnedFd>)>> {
     let mut fds = Vec::new();
     loop {
@@ -160,27 +160,28 @@ async fn hear(socket: &UnixStream, lines: &mut Vec<u8>) -> io::Result<Option<(Ex
     }
 }
 
-/// Passes on what is typed and written, on threads: reading a terminal or a file blocks.
-fn connect(ends: Vec<OwnedFd>) -> io::Result<Between> {
+/// Passes on input and output, on threads: reading a terminal or a file blocks.
+fn connect(ends: Vec<OwnedFd>) -> io::Result<ExecStreams> {
     let (over, ended) = mpsc::channel();
     if let [_] = ends[..] {
-        let raw = Raw::begin()?;
+        let raw = RawTerminal::begin()?;
         let terminal = ends.into_iter().next();
         let Some(terminal) = terminal else { return Err(io::ErrorKind::InvalidData.into()) };
-        let (to, from) = (terminal.try_clone()?, terminal.try_clone()?);
+        let to = terminal.try_clone()?;
+        let from = terminal.try_clone()?;
         pass("input", io::stdin(), File::from(to), None)?;
         pass("output", File::from(from), io::stdout(), Some(over))?;
-        let between = Between { _raw: Some(raw), terminal: Some(terminal), streams: Some((ended, 1)) };
+        let between = ExecStreams { _raw: Some(raw), terminal: Some(terminal), streams: Some((ended, 1)) };
         between.resize();
         return Ok(between);
     }
     let Ok([to, from, errors]) = <[OwnedFd; 3]>::try_from(ends) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the keeper gave other ends than it should"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the keeper did not pass the expected pipes"));
     };
     pass("input", io::stdin(), File::from(to), None)?;
     pass("output", File::from(from), io::stdout(), Some(over.clone()))?;
     pass("errors", File::from(errors), io::stderr(), Some(over))?;
-    Ok(Between { streams: Some((ended, 2)), ..Between::default() })
+    Ok(ExecStreams { streams: Some((ended, 2)), ..ExecStreams::default() })
 }
 
 fn pass(
@@ -191,13 +192,13 @@ fn pass(
 ) -> io::Result<()> {
     let work = move || {
         let mut piece = vec![0; PIECE_LEN];
-        // A terminal whose last program has gone fails to be read: that is its end.
+        // Reading a terminal fails once its last program has gone: that is its end.
         while let Ok(len @ 1..) = from.read(&mut piece) {
             if to.write_all(&piece[..len]).and_then(|()| to.flush()).is_err() {
                 break;
             }
         }
-        // Both ends are closed before anybody is told.
+        // Both ends are closed before the report.
         drop((from, to));
         if let Some(over) = over {
             let _ = over.send(());
@@ -206,8 +207,8 @@ fn pass(
     std::thread::Builder::new().name(name.into()).spawn(work).map(drop)
 }
 
-impl Between {
-    /// Waits until all that the command wrote was passed on.
+impl ExecStreams {
+    /// Waits until all output of the command was passed on.
     fn drain(&mut self) {
         let Some((ended, streams)) = self.streams.take() else { return };
         for _ in 0..streams {
@@ -218,17 +219,17 @@ impl Between {
     }
 
     fn resize(&self) {
-        // Only for how lines are broken.
+        // Only for line wrapping.
         if let (Some(terminal), Ok(size)) = (&self.terminal, tcgetwinsize(stdio::stdin())) {
             let _ = tcsetwinsize(terminal, size);
         }
     }
 }
 
-/// This terminal takes keys as they come, until it is dropped.
-struct Raw(Termios);
+/// Makes this terminal pass on each key, until it is dropped.
+struct RawTerminal(Termios);
 
-impl Raw {
+impl RawTerminal {
     fn begin() -> io::Result<Self> {
         let before = tcgetattr(stdio::stdin())?;
         let mut raw = before.clone();
@@ -238,9 +239,9 @@ impl Raw {
     }
 }
 
-impl Drop for Raw {
+impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // A terminal that has gone needs nothing.
+        // A closed terminal needs nothing.
         let _ = tcsetattr(stdio::stdin(), OptionalActions::Now, &self.0);
     }
 }

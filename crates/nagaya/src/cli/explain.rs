@@ -1,6 +1,7 @@
 //! `nagaya explain ID`: one request's receipt, for a person to read.
 //!
-//! Not here: why a site's requests wait (`lanes`), what is written on receipts and how long they are kept (`nagaya_edge`).
+//! Not here: why a site's requests wait (`lanes`), the content of receipts and how long they are
+//! kept (`nagaya_edge`).
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -10,15 +11,15 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::lanes;
-use super::output::{self, CliError, Format, Place, escape, printable, short_us};
+use super::output::{self, CliError, OutputFormat, RecordSource, escape, printable, short_us};
 
 /// Length of the longest bar, in characters.
 const BAR_LEN: usize = 40;
 
-/// Of a request's id, in hexadecimal digits. Whatever else is asked for is a site.
+/// Length of a request's id, in hexadecimal digits. Any other argument is a site.
 const ID_LEN: usize = 32;
 
-pub fn run(id: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(id: &str, format: OutputFormat, place: &RecordSource) -> Result<ExitCode, CliError> {
     if id.len() != ID_LEN || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return lanes::explain(id, format, place);
     }
@@ -26,18 +27,18 @@ pub fn run(id: &str, format: Format, place: &Place) -> Result<ExitCode, CliError
     output::end(explained.and_then(|receipt| print(receipt, format)), format)
 }
 
-fn print(receipt: Value, format: Format) -> Result<(), CliError> {
+fn print(receipt: Value, format: OutputFormat) -> Result<(), CliError> {
     if format.json {
         return output::print_json(&receipt);
     }
-    let receipt: Receipt = serde_json::from_value(receipt)
+    let receipt: ReceiptView = serde_json::from_value(receipt)
         .map_err(|error| CliError::Usage(format!("the receipt is of another version of nagaya: {error}")))?;
     output::print(screen(&receipt).trim_end())
 }
 
-/// The edge's JSON. What a request has not is absent or null.
+/// The edge's JSON. Fields that a request does not have are absent or null.
 #[derive(Debug, Deserialize)]
-struct Receipt {
+struct ReceiptView {
     id: String,
     time: Option<String>,
     method: Option<String>,
@@ -50,81 +51,81 @@ struct Receipt {
     cell: Option<String>,
     /// For an application: `request` or `instance`.
     cell_of: Option<String>,
-    /// Files of rules that said something.
+    /// Rule files that decided something.
     #[serde(default)]
     rules: Vec<String>,
     #[serde(default)]
-    limits: Vec<Limit>,
+    limits: Vec<LimitView>,
     #[serde(default)]
     named: Vec<Value>,
     lane: Option<String>,
     demoted: Option<u64>,
-    wake: Option<Wake>,
-    refusal: Option<Refusal>,
+    wake: Option<WakeView>,
+    refusal: Option<RefusalView>,
     #[serde(default)]
-    spans: Vec<Span>,
+    spans: Vec<SpanView>,
     #[serde(default)]
-    usage: Usage,
-    /// None: not known, or it has no database outside.
+    usage: UsedView,
+    /// `None` if unknown, or if it has no database outside.
     database_us: Option<u64>,
     took_us: u64,
 }
 
-/// The wake of its site's instance that it waited for.
+/// The wake of its site's instance for which it waited.
 #[derive(Debug, Deserialize)]
-struct Wake {
+struct WakeView {
     from: String,
     #[serde(default)]
-    stages: Vec<Stage>,
-    /// Until its turn.
+    stages: Vec<StageView>,
+    /// Wait for its turn.
     predicted_us: Option<u64>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Stage {
+struct StageView {
     stage: String,
     us: u64,
 }
 
-/// One limit that held, and who set it.
+/// One limit that was in effect, and its origin.
 #[derive(Debug, Deserialize)]
-struct Limit {
+struct LimitView {
     what: String,
     value: Value,
     from: Option<String>,
-    /// None: it held.
+    /// `None` if it was in effect.
     holds: Option<bool>,
-    /// What else is to be said of it.
+    /// An additional note.
     note: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Refusal {
+struct RefusalView {
     reason: String,
     code: Option<String>,
-    /// What exactly was wrong.
+    /// The exact fault.
     detail: Option<String>,
 }
 
-/// A stretch of the request's time.
+/// A part of the request's time.
 #[derive(Debug, Deserialize)]
-struct Span {
+struct SpanView {
     name: String,
     us: u64,
     why: Option<String>,
 }
 
-/// None: it is not known, as where a controller is missing.
+/// `None` if unknown, for example because a controller is missing.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Usage {
+struct UsedView {
     cpu_us: Option<u64>,
     read_bytes: Option<u64>,
     write_bytes: Option<u64>,
     throttled_us: Option<u64>,
 }
 
-fn screen(receipt: &Receipt) -> String {
+fn screen(receipt: &ReceiptView) -> String {
     let mut out = String::new();
     head(receipt, &mut out);
     times(receipt, &mut out);
@@ -139,10 +140,11 @@ fn screen(receipt: &Receipt) -> String {
     out
 }
 
-fn head(receipt: &Receipt, out: &mut String) {
+fn head(receipt: &ReceiptView, out: &mut String) {
     let text = |text: &Option<String>, absent: &str| text.as_deref().map_or(absent.into(), printable);
     let status = receipt.status.map_or("no answer".into(), |status| status.to_string());
-    let (method, host) = (text(&receipt.method, "(no method)"), text(&receipt.host, ""));
+    let method = text(&receipt.method, "(no method)");
+    let host = text(&receipt.host, "");
     let target = text(&receipt.target, "");
     let _ = writeln!(out, "{method} {host}{target}: {status} in {}", short_us(receipt.took_us));
     let mut field = |name: &str, value: Option<String>| {
@@ -169,12 +171,12 @@ fn head(receipt: &Receipt, out: &mut String) {
     field("because", receipt.refusal.as_ref().and_then(|refusal| refusal.detail.clone()));
 }
 
-fn times(receipt: &Receipt, out: &mut String) {
+fn times(receipt: &ReceiptView, out: &mut String) {
     let _ = writeln!(out, "\nWhere the time went");
     let known: u64 = receipt.spans.iter().map(|span| span.us).sum();
     let rest = receipt.took_us.saturating_sub(known);
-    let rest = (rest > 0).then(|| Span { name: "the rest".into(), us: rest, why: None });
-    let spans: Vec<&Span> = receipt.spans.iter().chain(&rest).filter(|span| span.us > 0).collect();
+    let rest = (rest > 0).then(|| SpanView { name: "the rest".into(), us: rest, why: None });
+    let spans: Vec<&SpanView> = receipt.spans.iter().chain(&rest).filter(|span| span.us > 0).collect();
     let whole = receipt.took_us.max(known).max(1);
     let width = spans.iter().map(|span| span.name.chars().count()).max().unwrap_or(0);
     for span in &spans {
@@ -197,10 +199,10 @@ fn times(receipt: &Receipt, out: &mut String) {
     }
 }
 
-fn stages(wake: &Wake, out: &mut String) {
+fn stages(wake: &WakeView, out: &mut String) {
     let _ = writeln!(out, "\nWaking its application (it was {})", printable(&wake.from));
     let width = wake.stages.iter().map(|stage| stage.stage.chars().count()).max().unwrap_or(0);
-    for Stage { stage, us } in &wake.stages {
+    for StageView { stage, us } in &wake.stages {
         let predicted = wake.predicted_us.filter(|_| stage == "queue");
         let told = predicted
             .map_or_else(String::new, |us| format!("  for its turn; {} were predicted", short_us(us)));
@@ -208,16 +210,18 @@ fn stages(wake: &Wake, out: &mut String) {
     }
 }
 
-fn limits(receipt: &Receipt, out: &mut String) {
+fn limits(receipt: &ReceiptView, out: &mut String) {
     let _ = writeln!(out, "\nWhat limited it");
     let text = |value: &Value| printable(&output::plain(value));
     let value_width = receipt.limits.iter().map(|limit| text(&limit.value).chars().count()).max();
     let what_width = receipt.limits.iter().map(|limit| limit.what.chars().count()).max();
-    let (value_width, what_width) = (value_width.unwrap_or(0), what_width.unwrap_or(0));
+    let value_width = value_width.unwrap_or(0);
+    let what_width = what_width.unwrap_or(0);
     for limit in &receipt.limits {
         let from =
             limit.from.as_deref().map_or_else(String::new, |from| format!("set by {}", printable(from)));
-        let (what, value) = (printable(&limit.what), text(&limit.value));
+        let what = printable(&limit.what);
+        let value = text(&limit.value);
         let note = match (&limit.note, limit.holds) {
             (Some(note), _) => format!("; {}", printable(note)),
             (None, Some(false)) => "; did not hold: the application serves others beside it".into(),
@@ -239,8 +243,8 @@ fn limits(receipt: &Receipt, out: &mut String) {
     }
 }
 
-fn used(usage: &Usage, out: &mut String) {
-    let Usage { cpu_us, read_bytes, write_bytes, throttled_us } = usage;
+fn used(usage: &UsedView, out: &mut String) {
+    let UsedView { cpu_us, read_bytes, write_bytes, throttled_us } = usage;
     let _ = writeln!(out, "\nWhat it used");
     let known = |number: &Option<u64>, text: fn(u64) -> String| number.map_or("not known".into(), text);
     let _ = writeln!(out, "  CPU time   {}", known(cpu_us, short_us));
@@ -312,7 +316,7 @@ What it used
     }
 
     #[test]
-    fn a_request_that_was_refused_before_it_was_understood_has_little_to_tell() {
+    fn a_request_refused_before_parsing_has_little_to_explain() {
         let text = shown(json!({
             "id": "ab", "status": 400, "took_us": 0, "refusal": {"reason": "bad \u{1b}[31m head", "code": "NGY0401", "detail": "a \u{1b}[31m fault"},
         }));

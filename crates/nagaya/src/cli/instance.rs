@@ -1,77 +1,80 @@
-//! `nagaya instance`: running applications, how deep each rests, and what an operator does to one.
+//! `nagaya instance`: running applications, their tiers, and an operator's commands to one.
 //!
-//! Not here: doing it (`nagaya_keeper`), an application's record (`site`), all of them at a glance every second (`top`).
+//! Not here: doing it (`nagaya_keeper`), an application's record (`site`), a live overview of all
+//! (`top`).
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use nagaya_base::units::format_bytes;
-use nagaya_cmdb::instance::{Tier, Wake};
+use nagaya_records::instance::{Tier, WakeReport};
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::exec;
-use super::output::{self, CliError, Columns, Format, Place, escape, printable, short_time};
+use super::output::{
+    self, CliError, OutputFormat, RecordSource, TableColumns, escape, printable, short_time,
+};
 
 #[derive(Debug, clap::Subcommand)]
-pub enum Command {
-    /// List instances and how deep each rests
+pub enum InstanceArgs {
+    /// List instances and the tier of each
     List {
-        /// Only this tenant's
+        /// Show only instances of this tenant
         #[arg(long)]
         tenant: Option<String>,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Show all that is known of one
-    Show(One),
-    /// Make one run now, as a request would
-    Wake(One),
-    /// Let one rest deeper, unless a request needs it
+    /// Show all details of an instance
+    Show(OneInstance),
+    /// Wake an instance now, as a request would
+    Wake(OneInstance),
+    /// Move an instance to a deeper tier, unless a request needs it
     Rest {
-        /// Its site
+        /// Site of the instance
         site: String,
-        /// How deep; one step deeper if it is not said
+        /// Tier to rest at; without it, one tier deeper
         #[arg(long, value_name = "TIER", value_parser = tier)]
         to: Option<Tier>,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Take a new image of one, starting it anew if need be
-    Image(One),
-    /// Start one anew: what runs is ended, and its image is not used again
-    Restart(One),
-    /// End the processes of one; the next request starts it
-    Stop(One),
-    /// Show the last lines one wrote
-    Logs(One),
-    /// Run a command beside one's application, as its tenant and in its sandbox
-    Exec(exec::Run),
+    /// Take a new image of an instance, after a new start if necessary
+    Image(OneInstance),
+    /// Restart an instance. The old run ends, and its image is not used again
+    Restart(OneInstance),
+    /// End the processes of an instance; the next request starts it
+    Stop(OneInstance),
+    /// Show the last lines that an instance wrote
+    Logs(OneInstance),
+    /// Run a command beside an application, as its tenant and in its sandbox
+    Exec(exec::ExecArgs),
 }
 
 #[derive(Debug, clap::Args)]
-pub struct One {
-    /// Its site
+pub struct OneInstance {
+    /// Site of the instance
     pub site: String,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-/// The keeper's answer.
+/// The keeper's reply.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub struct Instances {
-    pub instances: Vec<Instance>,
+pub struct InstancesReply {
+    pub instances: Vec<InstanceView>,
 }
 
-/// One instance. What the keeper does not know is absent.
+/// One instance. Values that the keeper does not know are absent.
 #[derive(Debug, Deserialize)]
-pub struct Instance {
+pub struct InstanceView {
     pub site: String,
     #[serde(default)]
     pub tenant: String,
     pub tier: Tier,
-    /// What goes on with it now.
+    /// Its present activity.
     pub state: Option<String>,
     pub since_seconds: Option<u64>,
     /// Edge threads that keep it awake.
@@ -79,18 +82,18 @@ pub struct Instance {
     pub memory_bytes: Option<u64>,
     pub cpu_us: Option<u64>,
     pub wakes: Option<u64>,
-    pub last_wake: Option<Wake>,
-    pub image: Option<Image>,
+    pub last_wake: Option<WakeReport>,
+    pub image: Option<ImageView>,
     pub note: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
-pub struct Image {
+pub struct ImageView {
     pub bytes: Option<u64>,
 }
 
-impl Instance {
-    /// What goes on with it, and else how deep it rests.
+impl InstanceView {
+    /// Returns its present activity, otherwise its tier.
     pub fn state(&self) -> String {
         match self.state.as_deref() {
             None | Some("idle" | "in use") => self.tier.to_string(),
@@ -98,7 +101,7 @@ impl Instance {
         }
     }
 
-    pub fn since(&self) -> String {
+    pub fn show_age(&self) -> String {
         self.since_seconds.map_or_else(absent, |seconds| short_time(Duration::from_secs(seconds)))
     }
 
@@ -111,7 +114,7 @@ pub fn absent() -> String {
     "-".into()
 }
 
-/// Pages are never less than a KiB.
+/// Returns whole KiB: pages are never smaller.
 fn whole_kib(bytes: u64) -> String {
     format_bytes(bytes / 1024 * 1024)
 }
@@ -123,44 +126,48 @@ fn tier(word: &str) -> Result<Tier, String> {
     })
 }
 
-pub fn run(command: &Command, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: &InstanceArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     let (result, format) = match command {
-        Command::List { tenant, format } => (list(tenant.as_deref(), *format, place), *format),
-        Command::Show(one) => (show(one, place), one.format),
-        Command::Wake(one) => (act(&one.site, "wake", "runs", one.format, place), one.format),
-        Command::Rest { site, to, format } => {
+        InstanceArgs::List { tenant, format } => (list(tenant.as_deref(), *format, place), *format),
+        InstanceArgs::Show(one) => (show(one, place), one.format),
+        InstanceArgs::Wake(one) => (act(&one.site, "wake", "runs", one.format, place), one.format),
+        InstanceArgs::Rest { site, to, format } => {
             let what = to.map_or_else(|| "rest".to_owned(), |tier| format!("rest?to={tier}"));
             (act(site, &what, "rests", *format, place), *format)
         }
-        Command::Image(one) => (act(&one.site, "image", "has a new image", one.format, place), one.format),
-        Command::Restart(one) => (act(&one.site, "restart", "starts anew", one.format, place), one.format),
-        Command::Stop(one) => {
+        InstanceArgs::Image(one) => {
+            (act(&one.site, "image", "has a new image", one.format, place), one.format)
+        }
+        InstanceArgs::Restart(one) => {
+            (act(&one.site, "restart", "starts anew", one.format, place), one.format)
+        }
+        InstanceArgs::Stop(one) => {
             (act(&one.site, "stop", "has no process any more", one.format, place), one.format)
         }
-        Command::Logs(one) => (logs(one, place), one.format),
-        Command::Exec(command) => return exec::run(command, place),
+        InstanceArgs::Logs(one) => (logs(one, place), one.format),
+        InstanceArgs::Exec(command) => return exec::run(command, place),
     };
     output::end(result, format)
 }
 
-pub fn ask(place: &Place) -> Result<Value, CliError> {
+pub fn fetch_instances(place: &RecordSource) -> Result<Value, CliError> {
     output::ask_node(place, "/v1/instances")
 }
 
-pub fn read(answer: Value) -> Result<Instances, CliError> {
+pub fn parse_instances(answer: Value) -> Result<InstancesReply, CliError> {
     serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the list is of another version of nagaya: {error}")))
 }
 
-fn list(tenant: Option<&str>, format: Format, place: &Place) -> Result<(), CliError> {
-    let mut answer = ask(place)?;
+fn list(tenant: Option<&str>, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let mut answer = fetch_instances(place)?;
     if let (Some(tenant), Some(all)) = (tenant, answer["instances"].as_array_mut()) {
         all.retain(|instance| instance["tenant"] == tenant);
     }
     if format.json {
         return output::print_json(&answer["instances"]);
     }
-    let all = read(answer)?.instances;
+    let all = parse_instances(answer)?.instances;
     if all.is_empty() {
         return output::print(
             "there is no instance: a site of kind app has one, see `nagaya site add --help`",
@@ -169,8 +176,8 @@ fn list(tenant: Option<&str>, format: Format, place: &Place) -> Result<(), CliEr
     table(&all).print()
 }
 
-fn table(all: &[Instance]) -> Columns {
-    let mut columns = Columns::with_sentences(&[
+fn table(all: &[InstanceView]) -> TableColumns {
+    let mut columns = TableColumns::with_sentences(&[
         "SITE",
         "TENANT",
         "STATE",
@@ -189,7 +196,7 @@ fn table(all: &[Instance]) -> Columns {
             printable(&instance.site),
             printable(&instance.tenant),
             instance.state(),
-            instance.since(),
+            instance.show_age(),
             number(instance.uses),
             instance.memory(),
             image.map_or_else(absent, |image| image.bytes.map_or_else(|| "yes".into(), whole_kib)),
@@ -201,8 +208,8 @@ fn table(all: &[Instance]) -> Columns {
     columns
 }
 
-/// `image 41.2 ms`.
-pub fn wake(wake: &Wake) -> String {
+/// Returns a text such as `image 41.2 ms`.
+pub fn wake(wake: &WakeReport) -> String {
     let us = wake.stages.iter().fold(0, |sum: u64, (_, us)| sum.saturating_add(*us));
     format!("{} {}", wake.from, output::short_us(us))
 }
@@ -211,21 +218,20 @@ fn path(site: &str) -> String {
     format!("/v1/instances/{}", escape(site))
 }
 
-fn show(one: &One, place: &Place) -> Result<(), CliError> {
+fn show(one: &OneInstance, place: &RecordSource) -> Result<(), CliError> {
     let answer = output::ask_node(place, &path(&one.site))?;
-    match one.format.json {
-        true => output::print_json(&answer),
-        false => {
-            let (fields, costs) = known(answer);
-            output::print_fields(&fields)?;
-            costs.map_or(Ok(()), |costs| costs.print())
-        }
+    if one.format.json {
+        output::print_json(&answer)
+    } else {
+        let (fields, costs) = known(answer);
+        output::print_fields(&fields)?;
+        costs.map_or(Ok(()), |costs| costs.print())
     }
 }
 
-/// What one tier costs.
+/// Costs of one tier.
 #[derive(Debug, Deserialize)]
-struct Cost {
+struct TierCost {
     tier: Tier,
     return_us: u64,
     return_samples: u32,
@@ -235,9 +241,9 @@ struct Cost {
     holds_of: Option<String>,
 }
 
-/// How long it takes to come back from each tier and what is held there, with whose measurements say so and how many.
-fn costs(all: &[Cost]) -> Columns {
-    let mut columns = Columns::new(&["TIER", "RETURN", "OF", "TIMES", "HOLDS", "OF", "TIMES"]);
+/// Returns the wake time and memory of each tier, with the source and number of measurements.
+fn costs(all: &[TierCost]) -> TableColumns {
+    let mut columns = TableColumns::new(&["TIER", "RETURN", "OF", "TIMES", "HOLDS", "OF", "TIMES"]);
     for cost in all {
         let number = |number: Option<u32>| number.map_or_else(absent, |number| number.to_string());
         columns.add([
@@ -253,15 +259,16 @@ fn costs(all: &[Cost]) -> Columns {
     columns
 }
 
-/// What there is to say, each stage of the last wake by its name, and what tiers cost as a table of its own.
-fn known(mut answer: Value) -> (Value, Option<Columns>) {
+/// Returns the known fields, each stage of the last wake by its name, and the tiers' costs as a
+/// table.
+fn known(mut answer: Value) -> (Value, Option<TableColumns>) {
     let told = answer.as_object_mut().and_then(|fields| fields.remove("costs"));
-    let told: Option<Vec<Cost>> = told.and_then(|told| serde_json::from_value(told).ok());
+    let told: Option<Vec<TierCost>> = told.and_then(|told| serde_json::from_value(told).ok());
     if let Some(fields) = answer.as_object_mut() {
         fields.retain(|name, value| name != "ok" && !value.is_null());
     }
     if let Some(wake) = answer.get_mut("last_wake")
-        && let Ok(read) = Wake::deserialize(&*wake)
+        && let Ok(read) = WakeReport::deserialize(&*wake)
     {
         let stages = read.stages.iter();
         wake["stages"] = stages
@@ -274,21 +281,28 @@ fn known(mut answer: Value) -> (Value, Option<Columns>) {
     (answer, told.map(|told| costs(&told)))
 }
 
-fn act(site: &str, what: &str, done: &str, format: Format, place: &Place) -> Result<(), CliError> {
+fn act(
+    site: &str,
+    what: &str,
+    done: &str,
+    format: OutputFormat,
+    place: &RecordSource,
+) -> Result<(), CliError> {
     let answer = output::tell_node(place, &format!("{}/{what}", path(site)))?;
-    match format.json {
-        true => output::print_json(&answer),
-        false => output::print(&format!("the instance of '{site}' {done}")),
+    if format.json {
+        output::print_json(&answer)
+    } else {
+        output::print(&format!("the instance of '{site}' {done}"))
     }
 }
 
-fn logs(one: &One, place: &Place) -> Result<(), CliError> {
+fn logs(one: &OneInstance, place: &RecordSource) -> Result<(), CliError> {
     let answer = output::ask_node(place, &format!("{}/logs", path(&one.site)))?;
     if one.format.json {
         return output::print_json(&answer);
     }
     let lines = answer["lines"].as_array().map_or(&[][..], Vec::as_slice);
-    // What an application writes is shown, not obeyed.
+    // An application's output is shown, not obeyed.
     lines.iter().try_for_each(|line| output::print(&printable(&output::plain(line))))
 }
 
@@ -300,7 +314,7 @@ mod tests {
 
     #[test]
     fn a_list_shows_how_deep_each_rests_and_what_its_last_wake_took() {
-        let all = read(json!({ "instances": [
+        let all = parse_instances(json!({ "instances": [
             {
                 "site": "wiki", "tenant": "demo", "tier": "image", "since_seconds": 3_700, "uses": 0, "wakes": 3, "state": "idle",
                 "memory_bytes": 0, "image": { "bytes": 35_651_584, "digest": "ab" },
@@ -319,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_of_one_is_what_is_known() {
+    fn instance_is_shown_with_only_known_facts() {
         let answer = json!({
             "ok": true, "site": "wiki", "note": null,
             "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]], "predicted_us": null },

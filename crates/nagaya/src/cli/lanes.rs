@@ -1,6 +1,7 @@
-//! `nagaya lanes` and `nagaya explain SITE`: who runs, who waits and for how long, and how good the predictions were.
+//! `nagaya lanes` and `nagaya explain SITE`: running and waiting requests, their waits, and the
+//! quality of predictions.
 //!
-//! Not here: what decides (`nagaya_admission`), one request's receipt (`explain`).
+//! Not here: deciding (`nagaya_admission`), one request's receipt (`explain`).
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -14,49 +15,49 @@ use serde_json::{Value, json};
 use super::balance;
 use super::cells::{CLEAR, INTERVAL};
 use super::events;
-use super::output::{self, CliError, Columns, Format, Place, printable, short_time};
+use super::output::{self, CliError, OutputFormat, RecordSource, TableColumns, printable, short_time};
 
 #[derive(Debug, clap::Args)]
-pub struct Lanes {
-    /// Look again every second, until Ctrl-C
+pub struct LanesArgs {
+    /// Refresh every second, until Ctrl-C
     #[arg(long)]
     pub watch: bool,
-    /// Show so many at most, the fullest
+    /// Show at most this many lanes, the fullest
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub limit: usize,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-/// One lane, as the edge tells it. Times are seconds.
+/// One lane, as in the edge's reply. Times are seconds.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
-pub(super) struct Lane {
+pub(super) struct LaneView {
     /// `tenant`, `site` or `lane`.
     pub(super) of: String,
     pub(super) name: String,
     pub(super) running: u64,
-    /// What may run now.
+    /// Number that may run now.
     pub(super) run: u64,
     pub(super) waiting: u64,
     waiting_bytes: u64,
     promised: u64,
-    /// Of somebody who comes now; none: it is not known.
+    /// Wait of a newcomer; `None` if unknown.
     wait_seconds: Option<f64>,
     queued_for_seconds: Option<f64>,
     held_by: String,
-    /// What runs for its tenant gives way to others on the processor; none: it does not.
+    /// Its tenant has had lower CPU priority for this time; `None` if it has not.
     gives_way_for_seconds: Option<f64>,
     drain_per_second: Option<f64>,
     service_p50_seconds: Option<f64>,
     service_p90_seconds: Option<f64>,
-    counts: Counts,
-    calibration: Calibration,
+    counts: CountsView,
+    calibration: QualityView,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
-struct Counts {
+struct CountsView {
     admitted: u64,
     waited: u64,
     left: u64,
@@ -72,7 +73,7 @@ struct Counts {
 
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
-struct Calibration {
+struct QualityView {
     predictions: u64,
     untold: u64,
     error_p50_pct: Option<f64>,
@@ -81,28 +82,29 @@ struct Calibration {
 }
 
 #[derive(Debug, Deserialize)]
-struct Answer {
-    lanes: Vec<Lane>,
+struct LanesReply {
+    lanes: Vec<LaneView>,
     #[serde(default)]
-    placing: Vec<Placing>,
+    placing: Vec<PlacingView>,
 }
 
-/// A site whose requests on this node wait until it has a place and is awake there. Times are seconds.
+/// A site whose requests on this node wait until it has a placement and is awake there. Times are
+/// seconds.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
-struct Placing {
+struct PlacingView {
     site: String,
     requests: u64,
     since_seconds: f64,
-    /// That they still wait; none: it is not known.
+    /// Remaining wait; `None` if unknown.
     wait_seconds: Option<f64>,
 }
 
-pub fn run(command: &Lanes, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: &LanesArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     output::end(show(command, place), command.format)
 }
 
-fn show(command: &Lanes, place: &Place) -> Result<(), CliError> {
+fn show(command: &LanesArgs, place: &RecordSource) -> Result<(), CliError> {
     let clear = if command.watch && io::stdout().is_terminal() { CLEAR } else { "" };
     loop {
         let lanes = ask(place)?.lanes;
@@ -121,25 +123,25 @@ fn show(command: &Lanes, place: &Place) -> Result<(), CliError> {
     }
 }
 
-fn ask(place: &Place) -> Result<Answer, CliError> {
+fn ask(place: &RecordSource) -> Result<LanesReply, CliError> {
     read(output::ask_node(place, "/v1/requests")?)
 }
 
-fn read(answer: Value) -> Result<Answer, CliError> {
-    let mut answer: Answer = serde_json::from_value(answer)
+fn read(answer: Value) -> Result<LanesReply, CliError> {
+    let mut answer: LanesReply = serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the lanes are of another version of nagaya: {error}")))?;
     answer.lanes.sort_by(|one, other| {
-        let fullness = |lane: &Lane| (lane.waiting, lane.promised, lane.running);
+        let fullness = |lane: &LaneView| (lane.waiting, lane.promised, lane.running);
         fullness(other).cmp(&fullness(one)).then_with(|| one.name.cmp(&other.name))
     });
     Ok(answer)
 }
 
-fn screen(lanes: &[Lane], limit: usize) -> String {
+fn screen(lanes: &[LaneView], limit: usize) -> String {
     if lanes.is_empty() {
         return "no lane is in use\n".into();
     }
-    let mut columns = Columns::new(&[
+    let mut columns = TableColumns::new(&[
         "LANE",
         "RUN",
         "OF",
@@ -179,7 +181,7 @@ fn bound(run: u64) -> String {
     if run >= u64::from(u32::MAX) { "-".into() } else { run.to_string() }
 }
 
-fn kept(counts: &Counts) -> String {
+fn kept(counts: &CountsView) -> String {
     let due = counts.kept + counts.broken;
     if due == 0 { "-".into() } else { format!("{}/{due}", counts.kept) }
 }
@@ -192,29 +194,30 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-/// Why requests of a site wait, since when, and what would help; why its application is where it is, and what its load called for.
-pub fn explain(site: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
+/// Explains why requests of a site wait, since when, and what would help. It also shows why its
+/// application is on its node, and the effects of its load.
+pub fn explain(site: &str, format: OutputFormat, place: &RecordSource) -> Result<ExitCode, CliError> {
     let explained = (|| {
         output::ask_node(place, &format!("/v1/sites/{}", output::escape(site)))?;
-        let Answer { lanes, placing } = ask(place)?;
+        let LanesReply { lanes, placing } = ask(place)?;
         let own: Vec<_> = lanes.into_iter().filter(|lane| is_of(lane, site)).collect();
         let placing = placing.into_iter().find(|placing| placing.site == site);
-        let load = balance::ask(site, place)?;
-        let placed = events::ask(site, place)?;
+        let load = balance::fetch_balance(site, place)?;
+        let placed = events::fetch_placement(site, place)?;
         if format.json {
             return output::print_json(
                 &json!({ "lanes": own, "placing": placing, "balance": load, "placement": placed }),
             );
         }
-        let placed = events::told(placed.as_ref())?;
+        let placed = events::render_placement(placed.as_ref())?;
         let waits = placing.as_ref().map_or_else(String::new, placing_told);
-        output::print((told(site, &own) + &waits + &placed + &balance::told(&load)?).trim_end())
+        output::print((told(site, &own) + &waits + &placed + &balance::render_balance(&load)?).trim_end())
     })();
     output::end(explained, format)
 }
 
-fn placing_told(placing: &Placing) -> String {
-    let Placing { requests, since_seconds, wait_seconds, .. } = placing;
+fn placing_told(placing: &PlacingView) -> String {
+    let PlacingView { requests, since_seconds, wait_seconds, .. } = placing;
     let rest = wait_seconds.map_or_else(
         || "how much longer is not known".to_owned(),
         |wait| format!("about {} more", seconds(wait)),
@@ -225,7 +228,7 @@ fn placing_told(placing: &Placing) -> String {
     )
 }
 
-fn is_of(lane: &Lane, site: &str) -> bool {
+fn is_of(lane: &LaneView, site: &str) -> bool {
     match lane.of.as_str() {
         "site" => lane.name == site,
         "lane" => lane.name.split_once(' ').is_some_and(|(of, _)| of == site),
@@ -233,7 +236,7 @@ fn is_of(lane: &Lane, site: &str) -> bool {
     }
 }
 
-fn told(site: &str, lanes: &[Lane]) -> String {
+fn told(site: &str, lanes: &[LaneView]) -> String {
     let mut out = String::new();
     if lanes.iter().all(|lane| lane.waiting == 0) {
         let running: u64 = lanes.iter().filter(|lane| lane.of == "site").map(|lane| lane.running).sum();
@@ -243,7 +246,7 @@ fn told(site: &str, lanes: &[Lane]) -> String {
         line(lane, &mut out);
     }
     for lane in lanes.iter().filter(|lane| lane.calibration.predictions > 0) {
-        let Calibration { predictions, untold, error_p50_pct, error_p90_pct, bias_pct } = &lane.calibration;
+        let QualityView { predictions, untold, error_p50_pct, error_p90_pct, bias_pct } = &lane.calibration;
         let percent = |value: &Option<f64>| value.map_or_else(|| "-".into(), |value| format!("{value:.0}%"));
         let _ = writeln!(
             out,
@@ -259,7 +262,7 @@ fn told(site: &str, lanes: &[Lane]) -> String {
     out
 }
 
-fn line(lane: &Lane, out: &mut String) {
+fn line(lane: &LaneView, out: &mut String) {
     let _ = write!(
         out,
         "{} {}: {} wait, {} of {} run",
@@ -285,8 +288,8 @@ fn line(lane: &Lane, out: &mut String) {
         ("own", "lane") => "its own bound, which the rule's run: sets",
         ("own", _) => "its own bound: see --max-concurrent and --auto of `nagaya site set`",
         ("around", _) => {
-            "what is around it: its tenant's bound, see --max-concurrent of `nagaya tenant set`, or the node's, \
-             node_max_concurrent in [admission]"
+            "a lane around it: its tenant's limit, see --max-concurrent of `nagaya tenant set`, or the \
+             node's, node_max_concurrent in [admission]"
         }
         _ => "",
     };
@@ -314,7 +317,7 @@ fn line(lane: &Lane, out: &mut String) {
 mod tests {
     use super::*;
 
-    fn answer() -> Answer {
+    fn answer() -> LanesReply {
         let placing = json!([
             { "site": "shop", "requests": 3, "since_seconds": 0.21, "wait_seconds": 0.4 },
             { "site": "blog", "requests": 1, "since_seconds": 12.0, "wait_seconds": null },
@@ -330,12 +333,12 @@ mod tests {
         read(answer).unwrap()
     }
 
-    fn lanes() -> Vec<Lane> {
+    fn lanes() -> Vec<LaneView> {
         answer().lanes
     }
 
     #[test]
-    fn a_wait_for_a_place_is_told_with_what_is_left_of_it_or_that_this_is_not_known() {
+    fn a_wait_for_placement_shows_the_rest_or_that_it_is_unknown() {
         let told: Vec<_> = answer().placing.iter().map(placing_told).collect();
         assert_eq!(
             told,

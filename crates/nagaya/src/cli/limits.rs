@@ -1,6 +1,6 @@
-//! The options that limit cells, of `nagaya tenant` and `nagaya site`, as fields of their records.
+//! The options of `nagaya tenant` and `nagaya site` that limit cells, as fields of their records.
 //!
-//! Not here: what a limit may be (`nagaya_cmdb::check`), what it does (`nagaya_keeper`).
+//! Not here: the check of a limit (`nagaya_records::check`), its effect (`nagaya_keeper`).
 
 use serde_json::{Map, Value, json};
 
@@ -10,16 +10,16 @@ use super::output::CliError;
 pub const OPTIONS: [&str; 9] =
     ["cpu", "cpu-shares", "read", "write", "read-iops", "write-iops", "processes", "memory", "device"];
 
-/// Takes all of a record's limits out at once.
+/// Removes all of a record's limits at once.
 pub const ALL: &str = "limits";
 
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "Limits for all its requests together")]
+#[command(next_help_heading = "Limits for all requests together")]
 pub struct CellFields {
     /// CPU time as a share of one core: 50%, 150%, or unlimited
     #[arg(long, value_name = "PERCENT")]
     pub cpu: Option<String>,
-    /// Weight against others that want the CPU too; without it 1024
+    /// Weight against others that want the CPU, too; default 1024
     #[arg(long, value_name = "N")]
     pub cpu_shares: Option<u32>,
     /// Bytes per second read from disk, like 5M
@@ -40,18 +40,18 @@ pub struct CellFields {
     /// Memory, like 512M
     #[arg(long, value_name = "BYTES")]
     pub memory: Option<String>,
-    /// Limit of another disk, like 8:0:read=30M; repeat for more
+    /// Limit for another disk, like 8:0:read=30M; repeat for more
     #[arg(long = "device", value_name = "MAJOR:MINOR:LIMIT=VALUE", value_parser = device)]
     pub devices: Vec<(String, String, String)>,
 }
 
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "Limits for each request alone")]
+#[command(next_help_heading = "Limits for each single request")]
 pub struct RequestFields {
     /// CPU time as a share of one core: 50%, 150%, or unlimited
     #[arg(long, value_name = "PERCENT")]
     pub request_cpu: Option<String>,
-    /// Weight against the site's other requests; without it 1024
+    /// Weight against the site's other requests; default 1024
     #[arg(long, value_name = "N")]
     pub request_cpu_shares: Option<u32>,
     /// Bytes per second read from disk, like 5M
@@ -69,10 +69,11 @@ pub struct RequestFields {
     /// Processes and threads
     #[arg(long, value_name = "N")]
     pub request_processes: Option<String>,
-    /// Limit of another disk, like 8:0:read=30M; repeat for more
+    /// Limit for another disk, like 8:0:read=30M; repeat for more
     #[arg(long = "request-device", value_name = "MAJOR:MINOR:LIMIT=VALUE", value_parser = device)]
     pub request_devices: Vec<(String, String, String)>,
-    /// Slow a request (cgi, php) down once it has used so much CPU time, like 500ms:cpu=10%,read=1M; repeat for more steps
+    /// Lower the limits of a request (cgi, php) after it used this CPU time, like
+    /// 500ms:cpu=10%,read=1M; repeat for more steps
     #[arg(long = "demote", value_name = "TIME:LIMIT=VALUE", value_parser = demotion)]
     pub demotions: Vec<Value>,
 }
@@ -134,7 +135,7 @@ fn apply(
     }
 }
 
-/// Takes the field of an option out of the record. `Ok(false)`: it is no option of limits.
+/// Removes the field of an option from the record. `Ok(false)` if it is not an option of limits.
 pub fn unset(option: &str, record: &mut Map<String, Value>) -> Result<bool, CliError> {
     let removed = match option {
         ALL => record.remove("limits"),
@@ -158,13 +159,13 @@ pub fn unset(option: &str, record: &mut Map<String, Value>) -> Result<bool, CliE
     }
 }
 
-/// Numbers are numbers in the record; everything else is a text for the store's checks to judge.
+/// Numbers are numbers in the record; the store's checks judge any other text.
 fn amount(text: &str) -> Value {
     let number = text.parse::<u64>().ok().filter(|number| number.to_string() == text);
     number.map_or_else(|| text.into(), Value::from)
 }
 
-/// `8:0:read=30M`.
+/// Parses `8:0:read=30M`.
 fn device(text: &str) -> Result<(String, String, String), String> {
     let parts = text.split_once('=').and_then(|(limit, value)| Some((limit.rsplit_once(':')?, value)));
     let ((device, limit), value) = parts.ok_or("write it like 8:0:read=30M")?;
@@ -175,7 +176,7 @@ fn device(text: &str) -> Result<(String, String, String), String> {
     Ok((device.into(), limit, value.into()))
 }
 
-/// `500ms:cpu=10%,read=1M`.
+/// Parses `500ms:cpu=10%,read=1M`.
 fn demotion(text: &str) -> Result<Value, String> {
     let wrong = || "write it like 500ms:cpu=10%".to_owned();
     let (after, rest) = text.split_once(':').ok_or_else(wrong)?;

@@ -1,7 +1,7 @@
-//! The command line: what `nagaya` can be told.
+//! The command line of `nagaya`.
 //!
-//! One file per command; here they are named and dispatched. Not here: what they do to records (`admin::Api`), running
-//! a node (`supervisor`).
+//! There is one file per command; here they are named and dispatched. Not here: their effect on
+//! records (`admin::Api`), running a node (`supervisor`).
 
 mod balance;
 mod cells;
@@ -26,13 +26,14 @@ mod tenant;
 mod top;
 mod transfer;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use self::output::{CliError, Format, Place};
-use crate::supervisor::{self, Serve};
+use self::output::{CliError, OutputFormat, RecordSource};
+use crate::supervisor::{self, ServeOptions};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -45,16 +46,16 @@ Examples:
 /// A web hosting engine for very many sites.
 #[derive(Debug, Parser)]
 #[command(name = "nagaya", version, after_help = EXAMPLES, arg_required_else_help = true)]
-struct Cli {
-    /// Configuration file [default: /etc/nagaya/nagaya.toml, if it is there]
+struct NagayaArgs {
+    /// Configuration file [default: /etc/nagaya/nagaya.toml, if it exists]
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(subcommand)]
-    command: Command,
+    command: NagayaCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum NagayaCommand {
     /// Run a node
     #[command(after_help = SERVE_EXAMPLES)]
     Serve {
@@ -66,91 +67,103 @@ enum Command {
     #[command(
         after_help = "Examples:\n  nagaya check-config\n  nagaya --config ./nagaya.toml check-config --json"
     )]
-    CheckConfig(Format),
-    /// Print the configuration: all keys, or what holds now
+    CheckConfig(OutputFormat),
+    /// Print the configuration: all keys, or the settings in effect
     #[command(subcommand)]
-    Config(config::Command),
+    Config(config::ConfigArgs),
     /// Show the running node
     #[command(after_help = "Examples:\n  nagaya status\n  nagaya status --json | jq .processes")]
-    Status(Format),
-    /// Show who uses how much, and their limits
+    Status(OutputFormat),
+    /// Show the resource use and the limits of tenants, sites and requests
     #[command(after_help = CELLS_EXAMPLES)]
-    Cells(cells::Cells),
-    /// Running applications and how deep each rests
+    Cells(cells::CellsCommand),
+    /// Show and control the instances of applications
     #[command(subcommand, after_help = INSTANCE_EXAMPLES)]
-    Instance(instance::Command),
-    /// Show live who runs, rests, waits and uses CPU time
+    Instance(instance::InstanceArgs),
+    /// Show live which sites run, rest, wait and use CPU time
     #[command(after_help = TOP_EXAMPLES)]
-    Top(top::Top),
-    /// Show who runs, who waits and for how long
+    Top(top::TopArgs),
+    /// Show how many requests run and wait in each lane, and for how long
     #[command(
         after_help = "Examples:\n  nagaya lanes\n  nagaya lanes --watch\n  nagaya lanes --json | jq '.[] | select(.waiting > 0)'"
     )]
-    Lanes(lanes::Lanes),
-    /// Explain one request (where its time went, and what limited it), or why a site's requests wait, why it is where it is, and what its load called for
+    Lanes(lanes::LanesArgs),
+    /// Explain one request or one site. For a request: where its time went, and what limited it.
+    /// For a site: why its requests wait, why it runs where it runs, and what its load caused
     #[command(
         after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json\n  nagaya explain blog"
     )]
     Explain {
-        /// A request as error pages, the access log and Nagaya-Receipt show it, 32 hexadecimal digits; or a site
+        /// Id of a request: 32 hexadecimal digits, as in error pages, the access log and
+        /// Nagaya-Receipt. Or the name of a site
         id: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Show what this machine offers, what is off, and how to turn it on
+    /// Show which features this machine offers, which are off, and how to turn them on
     #[command(
         after_help = "Examples:\n  nagaya doctor\n  nagaya doctor --json | jq '.[] | select(.state != \"ok\")'"
     )]
-    Doctor(Format),
+    Doctor(OutputFormat),
     /// Explain an error code
     #[command(after_help = "Examples:\n  nagaya error NGY0501\n  nagaya error 501")]
     Error {
-        /// NGYnnnn, or its number
+        /// The code NGYnnnn, or only its number
         code: String,
     },
-    /// Owners of sites
+    /// Manage tenants, the owners of sites
     #[command(
         subcommand,
         after_help = "Examples:\n  nagaya tenant add demo --home /srv/demo\n  nagaya tenant list --json"
     )]
-    Tenant(tenant::Command),
-    /// Host names and how they are served
+    Tenant(tenant::TenantArgs),
+    /// Manage sites: host names and how they are served
     #[command(subcommand, after_help = SITE_EXAMPLES)]
-    Site(site::Command),
-    /// What rules look up by key
+    Site(site::SiteArgs),
+    /// Manage settings: values that rules look up by key
     #[command(subcommand, after_help = SETTING_EXAMPLES)]
-    Setting(setting::Command),
-    /// Rules that the store keeps, for all nodes
+    Setting(setting::SettingArgs),
+    /// Manage the rules in the store, which all nodes share
     #[command(subcommand, after_help = RULE_EXAMPLES)]
-    Rule(rule::Command),
-    /// Several nodes as one
+    Rule(rule::RuleArgs),
+    /// Manage a cluster: several nodes that serve the same sites
     #[command(subcommand, after_help = CLUSTER_EXAMPLES)]
-    Cluster(cluster::Command),
-    /// The cluster's nodes, and how much each has left
+    Cluster(cluster::ClusterArgs),
+    /// Show the cluster's nodes, with the load and the free memory of each
     #[command(
         after_help = "Examples:\n  nagaya nodes\n  nagaya nodes --json | jq '.[] | select(.state != \"up\")'"
     )]
-    Nodes(Format),
-    /// Which node runs which application
+    Nodes(OutputFormat),
+    /// Show which node runs which application
     #[command(after_help = "Examples:\n  nagaya placements --node a\n  nagaya placements --json")]
-    Placements(cluster::Placements),
-    /// What happened in the cluster lately, as this node saw it
+    Placements(cluster::PlacementsArgs),
+    /// Show recent events of the cluster, as this node saw them
     #[command(
         after_help = "Examples:\n  nagaya events\n  nagaya events --json | jq '.[] | select(.event == \"moved\")'"
     )]
-    Events(events::Events),
-    /// Print what a shell needs to complete commands and options
+    Events(events::EventsArgs),
+    /// Print a script with which a shell completes commands and options
     #[command(
         after_help = "Examples:\n  nagaya completion bash > /etc/bash_completion.d/nagaya\n  nagaya completion zsh > /usr/local/share/zsh/site-functions/_nagaya"
     )]
-    Completion(shell::Completion),
-    /// Print the manual page, or write those of all commands
+    Completion(shell::CompletionArgs),
+    /// Print the manual page, or write the pages of all commands
     #[command(
         after_help = "Examples:\n  nagaya man | man -l -\n  nagaya man --dir /usr/local/share/man/man1"
     )]
-    Man(shell::Manual),
+    Man(shell::ManualArgs),
+    /// Send the message on standard input through the mail relay, as `sendmail` does. Programs of
+    /// tenants find this command as `sendmail`
+    #[command(
+        after_help = "Examples:\n  nagaya sendmail -t -i < message\n  nagaya sendmail -f me@example.org you@example.org < message"
+    )]
+    Sendmail {
+        /// Arguments as in sendmail(8): -t, -i, -f ADDRESS, -F NAME, and recipients
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+        arguments: Vec<OsString>,
+    },
     /// Print the version
-    Version(Format),
+    Version(OutputFormat),
     #[command(hide = true)]
     Edge,
     #[command(hide = true)]
@@ -165,9 +178,9 @@ enum Command {
 
 const SERVE_EXAMPLES: &str = "\
 Signals:
-  SIGTERM, SIGINT  finish what runs, then end; the second one ends at once
+  SIGTERM, SIGINT  finish running requests, then end; a second one ends at once
   SIGHUP           read the configuration again
-  SIGUSR1          open log files anew
+  SIGUSR1          open the log files again
 
 Examples:
   nagaya serve
@@ -187,7 +200,7 @@ Examples:
 
 const CELLS_EXAMPLES: &str = "\
 Examples:
-  nagaya cells --watch                         who uses how much now
+  nagaya cells --watch                         live, with rates
   nagaya cells --tenant demo --json";
 
 const INSTANCE_EXAMPLES: &str = "\
@@ -219,45 +232,62 @@ Examples:
   nagaya rule show limits > limits.rb
   nagaya rule list --json";
 
-/// Runs what the command line says.
+/// Runs the command line.
 pub fn run() -> ExitCode {
-    let Cli { config, command } = Cli::parse();
+    let NagayaArgs { config, command } = NagayaArgs::parse();
     let result = match command {
-        Command::Edge => return supervisor::run_edge(),
-        Command::Keeper => return supervisor::run_keeper(),
-        Command::RuleTry { file } => return supervisor::run_rule_try(&file),
-        Command::RuleCheck { file } => return supervisor::run_rule_check(&file),
-        Command::Serve { log } => return serve(Serve { config, log }),
-        Command::CheckConfig(format) => config::check(config.as_deref(), format),
-        Command::Config(command) => config::run(&command, config.as_deref()),
-        Command::Status(format) => place(config.as_deref()).and_then(|place| status::run(&place, format)),
-        Command::Cells(command) => place(config.as_deref()).and_then(|place| cells::run(&command, &place)),
-        Command::Instance(command) => {
+        NagayaCommand::Edge => return supervisor::run_edge(),
+        NagayaCommand::Keeper => return supervisor::run_keeper(),
+        NagayaCommand::RuleTry { file } => return supervisor::run_rule_try(&file),
+        NagayaCommand::RuleCheck { file } => return supervisor::run_rule_check(&file),
+        NagayaCommand::Serve { log } => return serve(ServeOptions { config, log }),
+        NagayaCommand::CheckConfig(format) => config::check(config.as_deref(), format),
+        NagayaCommand::Config(command) => config::run(&command, config.as_deref()),
+        NagayaCommand::Status(format) => {
+            place(config.as_deref()).and_then(|place| status::run(&place, format))
+        }
+        NagayaCommand::Cells(command) => {
+            place(config.as_deref()).and_then(|place| cells::run(&command, &place))
+        }
+        NagayaCommand::Instance(command) => {
             place(config.as_deref()).and_then(|place| instance::run(&command, &place))
         }
-        Command::Lanes(command) => place(config.as_deref()).and_then(|place| lanes::run(&command, &place)),
-        Command::Top(command) => place(config.as_deref()).and_then(|place| top::run(&command, &place)),
-        Command::Explain { id, format } => {
+        NagayaCommand::Lanes(command) => {
+            place(config.as_deref()).and_then(|place| lanes::run(&command, &place))
+        }
+        NagayaCommand::Top(command) => place(config.as_deref()).and_then(|place| top::run(&command, &place)),
+        NagayaCommand::Explain { id, format } => {
             place(config.as_deref()).and_then(|place| explain::run(&id, format, &place))
         }
-        Command::Doctor(format) => doctor::run(config.as_deref(), format),
-        Command::Error { code } => error::run(&code),
-        Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
-        Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
-        Command::Setting(command) => place(config.as_deref()).and_then(|place| setting::run(command, &place)),
-        Command::Rule(command) => place(config.as_deref()).and_then(|place| rule::run(command, &place)),
-        Command::Cluster(command) => place(config.as_deref()).and_then(|place| cluster::run(command, &place)),
-        Command::Nodes(format) => place(config.as_deref()).and_then(|place| cluster::nodes(format, &place)),
-        Command::Placements(command) => {
+        NagayaCommand::Doctor(format) => doctor::run(config.as_deref(), format),
+        NagayaCommand::Error { code } => error::run(&code),
+        NagayaCommand::Tenant(command) => {
+            place(config.as_deref()).and_then(|place| tenant::run(command, &place))
+        }
+        NagayaCommand::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
+        NagayaCommand::Setting(command) => {
+            place(config.as_deref()).and_then(|place| setting::run(command, &place))
+        }
+        NagayaCommand::Rule(command) => place(config.as_deref()).and_then(|place| rule::run(command, &place)),
+        NagayaCommand::Cluster(command) => {
+            place(config.as_deref()).and_then(|place| cluster::run(command, &place))
+        }
+        NagayaCommand::Nodes(format) => {
+            place(config.as_deref()).and_then(|place| cluster::nodes(format, &place))
+        }
+        NagayaCommand::Placements(command) => {
             place(config.as_deref()).and_then(|place| cluster::placements(&command, &place))
         }
-        Command::Events(command) => place(config.as_deref()).and_then(|place| events::run(&command, &place)),
-        Command::Completion(completion) => shell::complete(Cli::command(), &completion),
-        Command::Man(manual) => shell::manual(Cli::command(), manual),
-        Command::Version(format) => version(format),
+        NagayaCommand::Events(command) => {
+            place(config.as_deref()).and_then(|place| events::run(&command, &place))
+        }
+        NagayaCommand::Completion(completion) => shell::complete(NagayaArgs::command(), &completion),
+        NagayaCommand::Man(manual) => shell::manual(NagayaArgs::command(), manual),
+        NagayaCommand::Sendmail { arguments } => return nagaya_sendmail::run(&arguments),
+        NagayaCommand::Version(format) => version(format),
     };
-    // A reader of the output that has had enough is no error.
-    result.or_else(|error| output::end(Err(error), Format { json: false })).unwrap_or_else(|error| {
+    // A reader that closes the output early is not an error.
+    result.or_else(|error| output::end(Err(error), OutputFormat { json: false })).unwrap_or_else(|error| {
         match error.code() {
             Some(code) => eprintln!("nagaya: {error} [{code}]"),
             None => eprintln!("nagaya: {error}"),
@@ -266,7 +296,7 @@ pub fn run() -> ExitCode {
     })
 }
 
-fn serve(serve: Serve) -> ExitCode {
+fn serve(serve: ServeOptions) -> ExitCode {
     match supervisor::serve(serve) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -279,7 +309,7 @@ fn serve(serve: Serve) -> ExitCode {
     }
 }
 
-fn version(format: Format) -> Result<ExitCode, CliError> {
+fn version(format: OutputFormat) -> Result<ExitCode, CliError> {
     let version = env!("CARGO_PKG_VERSION");
     if format.json {
         output::print_json(&serde_json::json!({ "version": version }))?;
@@ -289,10 +319,10 @@ fn version(format: Format) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where the node and its store are, from the configuration.
-fn place(config: Option<&Path>) -> Result<Place, CliError> {
+/// Returns where the node and its store are, from the configuration.
+fn place(config: Option<&Path>) -> Result<RecordSource, CliError> {
     let settings = settings(config)?;
-    Ok(Place {
+    Ok(RecordSource {
         admin_socket: settings.admin_socket(),
         store: settings.store(),
         member: settings.member_file(),
@@ -300,7 +330,7 @@ fn place(config: Option<&Path>) -> Result<Place, CliError> {
     })
 }
 
-fn settings(config: Option<&Path>) -> Result<crate::config::Settings, CliError> {
+fn settings(config: Option<&Path>) -> Result<crate::config::NodeSettings, CliError> {
     crate::config::load(config).map(|loaded| loaded.settings).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(ToString::to_string).collect();
         CliError::Usage(format!("the configuration has mistakes\n{}", lines.join("\n")))
@@ -312,8 +342,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent_and_every_shown_command_is_explained() {
-        let mut command = Cli::command();
+    fn the_command_line_is_consistent_and_explained() {
+        let mut command = NagayaArgs::command();
         command.build();
         command.clone().debug_assert();
         for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
@@ -340,7 +370,7 @@ mod tests {
         for example in examples {
             let example = example.split("   ").next().unwrap_or(example);
             let words = example.split(['>', '|']).next().unwrap_or(example).split_whitespace();
-            if let Err(error) = Cli::try_parse_from(["nagaya"].into_iter().chain(words)) {
+            if let Err(error) = NagayaArgs::try_parse_from(["nagaya"].into_iter().chain(words)) {
                 panic!("{example}: {error}");
             }
         }

@@ -1,5 +1,5 @@
-//! What the commands about records share: where they work (a running node, or the store's file where none
-//! runs), how they fail, and how they print.
+//! Shared parts of the commands about records: access, errors, and printing. Access is to a running
+//! node, or to the store's file if none runs.
 //!
 //! Not here: the commands themselves (`site`, `tenant`, `transfer`).
 
@@ -13,38 +13,38 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use nagaya_base::Code;
-use nagaya_cmdb::instance::Exec;
-use nagaya_cmdb::{RedbStore, StoreError};
+use nagaya_records::instance::ExecCommand;
+use nagaya_store::{RedbStore, StoreError};
 use serde_json::Value;
 
-use crate::admin::{Api, Client, ClientError, Problem};
+use crate::admin::{AdminApi, AdminClient, ClientError, ProblemReply};
 use crate::tenant_ids::IdSource;
 
-/// How often a change that others overtake is made anew. Each time somebody else's has succeeded.
+/// How often a change that others overtake is repeated. Each time another change has succeeded.
 const UPDATE_TRIES_MAX: u32 = 20;
 
-/// Records asked for at once when a listing is printed.
-const PAGE_LEN: usize = nagaya_cmdb::store::PAGE_LEN_MAX;
+/// Records requested at once when a listing is printed.
+const PAGE_LEN: usize = nagaya_store::PAGE_LEN_MAX;
 
 /// Widest column of a table, in characters; longer texts are cut, `--json` shows them whole.
 const COLUMN_WIDTH_MAX: usize = 48;
 
-/// The same of a last column that holds sentences: nothing has to line up behind it.
+/// The same for a last column of sentences: nothing has to line up after it.
 const SENTENCE_WIDTH_MAX: usize = 1000;
 
 /// Where the commands find the records.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct RecordSource {
     pub admin_socket: PathBuf,
     pub store: PathBuf,
-    /// There, the node is a member of a cluster: its store is a copy then.
+    /// If this exists, the node is a member of a cluster, and its store is a copy.
     pub member: PathBuf,
-    /// Which ids tenants may have and get, where no node runs.
+    /// Which ids tenants may have and get, if no node runs.
     pub ids: IdSource,
 }
 
 #[derive(Debug, clap::Args, Clone, Copy)]
-pub struct Format {
+pub struct OutputFormat {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -53,7 +53,7 @@ pub struct Format {
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     #[error("{0}")]
-    Refused(Box<Problem>),
+    Refused(Box<ProblemReply>),
     #[error("{0}")]
     Store(#[from] StoreError),
     #[error("{}: a process has the store open, but no node answers at {}: wait for the other command, or look whether the node hangs", store.display(), socket.display())]
@@ -75,7 +75,7 @@ pub enum CliError {
     /// A command in an instance that did not run to its end.
     #[error("{error}")]
     Exec { error: String, code: String },
-    /// The same, whatever went wrong.
+    /// The same, whatever the reason.
     #[error("{0}")]
     NotRun(Box<CliError>),
     #[error("tenant '{tenant}' is stored, but its home {} was not made: {error}", home.display())]
@@ -83,7 +83,7 @@ pub enum CliError {
 }
 
 impl CliError {
-    /// None where the message is about the command line itself.
+    /// Returns the code. `None` if the message is about the command line itself.
     pub fn code(&self) -> Option<String> {
         match self {
             Self::Refused(problem) => Some(problem.code.clone()),
@@ -98,8 +98,9 @@ impl CliError {
         }
     }
 
-    /// 1: refused or failed. 2: the command line was wrong. 125: a command was not run, so that this cannot be taken for
-    /// its own status.
+    /// Returns the exit code. Status 1 means refused or failed. Status 2 means that the command
+    /// line was wrong. Status 125 means that a command was not run, which differs from its own
+    /// status.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::NotRun(_) => 125,
@@ -108,7 +109,7 @@ impl CliError {
         })
     }
 
-    /// A reader that closed its end, as `head` does, has had enough; that is no failure.
+    /// Returns whether a reader, such as `head`, closed its end: that is not a failure.
     fn is_closed_pipe(&self) -> bool {
         match self {
             Self::Output(error) | Self::Client(ClientError::Write(error)) => {
@@ -129,9 +130,9 @@ impl From<ClientError> for CliError {
     }
 }
 
-/// Turns a command's end into an exit code. With `--json` an error is a JSON object on standard error;
-/// otherwise it is left to the caller to print.
-pub fn end(result: Result<(), CliError>, format: Format) -> Result<ExitCode, CliError> {
+/// Turns a command's end into an exit code. With `--json` an error is a JSON object on standard
+/// error. Otherwise the caller prints it.
+pub fn end(result: Result<(), CliError>, format: OutputFormat) -> Result<ExitCode, CliError> {
     match result {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) if error.is_closed_pipe() => Ok(ExitCode::SUCCESS),
@@ -140,7 +141,7 @@ pub fn end(result: Result<(), CliError>, format: Format) -> Result<ExitCode, Cli
                 CliError::Refused(problem) => serde_json::to_value(problem).unwrap_or_default(),
                 other => serde_json::json!({ "code": other.code(), "detail": other.to_string() }),
             };
-            // Nothing is left to tell if standard error is closed too.
+            // If standard error is closed, too, nothing can be reported.
             let _ = writeln!(io::stderr(), "{report}");
             Ok(error.exit_code())
         }
@@ -151,63 +152,66 @@ pub fn end(result: Result<(), CliError>, format: Format) -> Result<ExitCode, Cli
 // === Access ===
 
 /// A node over its socket, or the store's own file. Both answer the same requests.
-pub enum Access {
-    Node(Client),
-    File(Api),
+pub enum RecordAccess {
+    Node(AdminClient),
+    File(AdminApi),
 }
 
-/// Whether a command may make the store where there is none.
+/// Whether a command may make a missing store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Intent {
+pub enum AccessIntent {
     Look,
     Change,
 }
 
-impl Access {
-    pub fn open(place: &Place, intent: Intent) -> Result<Self, CliError> {
-        match Client::open(&place.admin_socket) {
+impl RecordAccess {
+    pub fn open(place: &RecordSource, intent: AccessIntent) -> Result<Self, CliError> {
+        match AdminClient::open(&place.admin_socket) {
             Ok(client) => return Ok(Self::Node(client)),
-            // No socket, or one that a node left behind when it was killed.
+            // No socket, or a leftover of a killed node.
             Err(ClientError::Connect { error, .. }) if is_absent(&error) => {}
             Err(error) => return Err(error.into()),
         }
-        let (store, socket) = (place.store.clone(), place.admin_socket.clone());
+        let store = place.store.clone();
+        let socket = place.admin_socket.clone();
         let exists = store.try_exists().map_err(|error| CliError::Io { path: store.clone(), error })?;
-        if !exists && intent == Intent::Look {
+        if !exists && intent == AccessIntent::Look {
             return Err(CliError::NoStore { store, socket });
         }
-        if intent == Intent::Change && place.member.exists() {
+        if intent == AccessIntent::Change && place.member.exists() {
             return Err(CliError::StoppedMember);
         }
         match RedbStore::open(&store) {
-            // Where no node runs nobody needs to hear of changes: a node reads the store when it starts.
-            Ok(opened) => Ok(Self::File(Api::new(Arc::new(opened), place.ids.clone(), Arc::new(|_, _| {})))),
+            // Without a node, changes need no notification: a node reads the store when it starts.
+            Ok(opened) => {
+                Ok(Self::File(AdminApi::new(Arc::new(opened), place.ids.clone(), Arc::new(|_, _| {}))))
+            }
             Err(StoreError::Locked { .. }) => Err(CliError::LockedWithoutNode { store, socket }),
             Err(error) => Err(error.into()),
         }
     }
 
-    pub fn get(&self, path: &str) -> Result<Reply, CliError> {
+    pub fn get(&self, path: &str) -> Result<ChangeReply, CliError> {
         self.call(Method::GET, path, None, None)
     }
 
-    /// Refused if there is a record already.
-    pub fn add(&self, path: &str, record: &Value) -> Result<Reply, CliError> {
+    /// Adds a record. Refused if it exists already.
+    pub fn add(&self, path: &str, record: &Value) -> Result<ChangeReply, CliError> {
         self.call(Method::PUT, path, Some((header::IF_NONE_MATCH, "*")), Some(record))
     }
 
-    /// Adds a record, or replaces it whatever it was.
-    pub fn put(&self, path: &str, record: &Value) -> Result<Reply, CliError> {
+    /// Adds a record, or replaces any earlier one.
+    pub fn put(&self, path: &str, record: &Value) -> Result<ChangeReply, CliError> {
         self.call(Method::PUT, path, None, Some(record))
     }
 
-    /// Changes a record as it is now. Who was faster is not overwritten: then the change is made anew, on what
-    /// they left.
+    /// Changes the present record. A faster writer is not overwritten: then the change is made
+    /// again on that record.
     pub fn update(
         &self,
         path: &str,
         mut change: impl FnMut(&Value) -> Result<Value, CliError>,
-    ) -> Result<Reply, CliError> {
+    ) -> Result<ChangeReply, CliError> {
         let outdated = Code(216).to_string();
         let mut tries = 0;
         loop {
@@ -220,18 +224,18 @@ impl Access {
         }
     }
 
-    /// Refused if anything changed since `seen`.
-    fn replace(&self, path: &str, record: &Value, seen: &Reply) -> Result<Reply, CliError> {
+    /// Replaces a record. Refused if anything changed since `seen`.
+    fn replace(&self, path: &str, record: &Value, seen: &ChangeReply) -> Result<ChangeReply, CliError> {
         let tag = seen.0["revision"].to_string();
         self.call(Method::PUT, path, Some((header::IF_MATCH, &tag)), Some(record))
     }
 
-    pub fn remove(&self, path: &str) -> Result<Reply, CliError> {
+    pub fn remove(&self, path: &str) -> Result<ChangeReply, CliError> {
         self.call(Method::DELETE, path, None, None)
     }
 
-    /// Every record of a listing whose name comes after `after`, page by page. `path` has the conditions, if any,
-    /// after a `?`.
+    /// Passes every record of a listing whose name comes after `after`, page by page. `path` has
+    /// the conditions, if any, after a `?`.
     pub fn each(
         &self,
         path: &str,
@@ -253,8 +257,8 @@ impl Access {
         }
     }
 
-    /// What is done and is no record.
-    fn post(&self, path: &str) -> Result<Reply, CliError> {
+    /// Sends a command that is not a record.
+    fn post(&self, path: &str) -> Result<ChangeReply, CliError> {
         self.call(Method::POST, path, None, None)
     }
 
@@ -264,28 +268,29 @@ impl Access {
         path: &str,
         condition: Option<(header::HeaderName, &str)>,
         record: Option<&Value>,
-    ) -> Result<Reply, CliError> {
+    ) -> Result<ChangeReply, CliError> {
         let mut request = Request::builder().method(method).uri(path).header(header::HOST, "localhost");
         if let Some((name, value)) = condition {
             request = request.header(name, value);
         }
         let body = record.map_or_else(Bytes::new, |record| record.to_string().into());
-        // A name that no record can have need not be asked for.
+        // A name that no record can have need not be requested.
         let request = request.body(body).map_err(|error| CliError::Usage(format!("{path}: {error}")))?;
         let response = match self {
             Self::Node(client) => client.call(request)?,
             Self::File(api) => api.answer(&request),
         };
-        let reply = Reply::read(&response)?;
+        let reply = ChangeReply::read(&response)?;
         say_unserved(reply.0["served"].as_bool());
         Ok(reply)
     }
 }
 
-/// What is stored is not lost, so this is no failure.
+/// Warns that a change is stored but not in effect yet. The change is not lost, so this is not a
+/// failure.
 pub fn say_unserved(served: Option<bool>) {
     if served == Some(false) {
-        // Nothing is left to tell if standard error is closed.
+        // If standard error is closed, nothing can be reported.
         let _ = writeln!(
             io::stderr(),
             "stored, but this node does not serve by it yet: 'nagaya status' shows by which revision each process does"
@@ -293,37 +298,38 @@ pub fn say_unserved(served: Option<bool>) {
     }
 }
 
-/// Asks a node that must run for what only it can tell.
-pub fn ask_node(place: &Place, path: &str) -> Result<Value, CliError> {
+/// Queries a node, which must run, for its own state.
+pub fn ask_node(place: &RecordSource, path: &str) -> Result<Value, CliError> {
     running(place)?.get(path).map(|reply| reply.0)
 }
 
-/// Tells a node that must run to do something.
-pub fn tell_node(place: &Place, path: &str) -> Result<Value, CliError> {
+/// Orders a node, which must run, to do something.
+pub fn tell_node(place: &RecordSource, path: &str) -> Result<Value, CliError> {
     running(place)?.post(path).map(|reply| reply.0)
 }
 
-/// Sends a node that must run what it needs to do something.
-pub fn send_node(place: &Place, path: &str, body: &Value) -> Result<Value, CliError> {
+/// Sends a node, which must run, the data for an action.
+pub fn send_node(place: &RecordSource, path: &str, body: &Value) -> Result<Value, CliError> {
     running(place)?.call(Method::POST, path, None, Some(body)).map(|reply| reply.0)
 }
 
-/// Has a node that must run take something away.
-pub fn remove_at_node(place: &Place, path: &str) -> Result<Value, CliError> {
+/// Makes a node, which must run, delete something.
+pub fn remove_at_node(place: &RecordSource, path: &str) -> Result<Value, CliError> {
     running(place)?.remove(path).map(|reply| reply.0)
 }
 
-/// Asks a node that must run for a command in an instance; what comes of it is said over the connection that this gives.
-pub fn exec_on_node(place: &Place, site: &str, exec: &Exec) -> Result<OwnedFd, CliError> {
+/// Requests a command in an instance from a node, which must run. The returned connection reports
+/// its outcome.
+pub fn exec_on_node(place: &RecordSource, site: &str, exec: &ExecCommand) -> Result<OwnedFd, CliError> {
     Ok(client(place)?.exec(&escape(site).to_string(), exec)?)
 }
 
-fn running(place: &Place) -> Result<Access, CliError> {
-    client(place).map(Access::Node)
+fn running(place: &RecordSource) -> Result<RecordAccess, CliError> {
+    client(place).map(RecordAccess::Node)
 }
 
-fn client(place: &Place) -> Result<Client, CliError> {
-    Client::open(&place.admin_socket).map_err(|error| match error {
+fn client(place: &RecordSource) -> Result<AdminClient, CliError> {
+    AdminClient::open(&place.admin_socket).map_err(|error| match error {
         ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
             "no node runs here: nothing answers at {}; `nagaya serve` starts one",
             path.display()
@@ -336,15 +342,15 @@ fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
-/// The JSON of an answer that is not an error.
+/// The JSON of a reply that is not an error.
 #[derive(Debug)]
-pub struct Reply(pub Value);
+pub struct ChangeReply(pub Value);
 
-impl Reply {
+impl ChangeReply {
     fn read(response: &Response<Bytes>) -> Result<Self, CliError> {
         let broken = |detail: String| {
             let status = StatusCode::BAD_GATEWAY;
-            CliError::Refused(Problem::request(status, format!("the node answered {detail}")))
+            CliError::Refused(ProblemReply::request(status, format!("the node answered {detail}")))
         };
         if response.status().is_success() {
             return serde_json::from_slice(response.body())
@@ -358,7 +364,7 @@ impl Reply {
     }
 }
 
-/// A name as part of a request's path.
+/// Returns a name as part of a request's path.
 pub fn escape(name: &str) -> impl std::fmt::Display + '_ {
     percent_encoding::utf8_percent_encode(name, percent_encoding::NON_ALPHANUMERIC)
 }
@@ -370,16 +376,18 @@ pub fn print(text: &str) -> Result<(), CliError> {
     writeln!(out, "{text}").map_err(CliError::Output)
 }
 
-/// One JSON value, in lines where a person looks at it.
+/// Prints one JSON value, in several lines on a terminal.
 pub fn print_json(value: &Value) -> Result<(), CliError> {
-    match io::stdout().is_terminal() {
-        true => print(&format!("{value:#}")),
-        false => print(&value.to_string()),
-    }
+    if io::stdout().is_terminal() { print(&format!("{value:#}")) } else { print(&value.to_string()) }
 }
 
-/// All records as one JSON array, written as they come.
-pub fn print_json_list(access: &Access, path: &str, key: &str, after: Option<&str>) -> Result<(), CliError> {
+/// Prints all records as one JSON array, written as they come.
+pub fn print_json_list(
+    access: &RecordAccess,
+    path: &str,
+    key: &str,
+    after: Option<&str>,
+) -> Result<(), CliError> {
     let mut out = io::BufWriter::new(io::stdout().lock());
     let mut before = "[\n";
     access.each(path, key, after, |record| {
@@ -393,18 +401,18 @@ pub fn print_json_list(access: &Access, path: &str, key: &str, after: Option<&st
 
 /// Rows in columns as wide as their longest text. A listing is held whole, for the widths.
 #[derive(Debug)]
-pub struct Columns {
+pub struct TableColumns {
     rows: Vec<Vec<String>>,
     last_width_max: usize,
 }
 
-impl Columns {
+impl TableColumns {
     pub fn new(head: &[&str]) -> Self {
         let rows = vec![head.iter().map(ToString::to_string).collect()];
         Self { rows, last_width_max: COLUMN_WIDTH_MAX }
     }
 
-    /// The last column holds sentences: they are shown whole.
+    /// Makes a table whose last column has sentences, which are shown whole.
     pub fn with_sentences(head: &[&str]) -> Self {
         Self { last_width_max: SENTENCE_WIDTH_MAX, ..Self::new(head) }
     }
@@ -421,7 +429,7 @@ impl Columns {
         self.write(&mut out).and_then(|()| out.flush()).map_err(CliError::Output)
     }
 
-    /// What `print` prints.
+    /// Returns the printed text.
     pub fn text(&self) -> String {
         let mut out = Vec::new();
         self.write(&mut out).expect("writing to memory does not fail");
@@ -450,7 +458,7 @@ fn shorten(text: &str, width_max: usize) -> String {
     }
 }
 
-/// A record as `key  value` lines; what lies deeper is named `backend.root`.
+/// Prints a record as `key  value` lines; a nested field is named `backend.root`.
 pub fn print_fields(record: &Value) -> Result<(), CliError> {
     let columns = fields(record);
     let width = columns.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
@@ -460,7 +468,7 @@ pub fn print_fields(record: &Value) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Each value of a record with its dotted name.
+/// Returns each value of a record with its dotted name.
 pub fn fields(record: &Value) -> Vec<(String, String)> {
     let mut fields = Vec::new();
     flatten("", record, &mut fields);
@@ -482,7 +490,7 @@ fn flatten(prefix: &str, value: &Value, to: &mut Vec<(String, String)>) {
     }
 }
 
-/// One value of a list: an object as `key=value` pairs.
+/// Returns one value of a list: an object as `key=value` pairs.
 fn in_a_list(value: &Value) -> String {
     match value {
         Value::Object(_) => {
@@ -493,7 +501,7 @@ fn in_a_list(value: &Value) -> String {
     }
 }
 
-/// A text without its quotes; `-` for null.
+/// Returns a text without its quotes; `-` for null.
 pub fn plain(value: &Value) -> String {
     match value {
         Value::Null => "-".into(),
@@ -502,7 +510,7 @@ pub fn plain(value: &Value) -> String {
     }
 }
 
-/// Like `3d 4h`: the two largest units.
+/// Returns the two largest units, such as `3d 4h`.
 pub fn short_time(time: Duration) -> String {
     let parts = [(86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")];
     let mut rest = time.as_secs();
@@ -517,7 +525,7 @@ pub fn short_time(time: Duration) -> String {
     words.join(" ")
 }
 
-/// Like `950 us`, `12.3 ms`, `4.2 s`.
+/// Returns a time such as `950 us`, `12.3 ms`, `4.2 s`.
 pub fn short_us(us: u64) -> String {
     let tenths = |unit: u64| format!("{}.{}", us / unit, us % unit * 10 / unit);
     match us {
@@ -527,7 +535,7 @@ pub fn short_us(us: u64) -> String {
     }
 }
 
-/// A text from outside without what a terminal would obey.
+/// Returns an outside text without characters that a terminal would obey.
 pub fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
@@ -542,7 +550,7 @@ mod tests {
 
     #[test]
     fn columns_line_up_and_long_texts_are_cut() {
-        let mut columns = Columns::new(&["NAME", "HOSTS"]);
+        let mut columns = TableColumns::new(&["NAME", "HOSTS"]);
         columns.add(["a".into(), "x".repeat(100)]);
         columns.add(["longer".into(), "y".into()]);
         let mut out = Vec::new();
@@ -554,7 +562,7 @@ mod tests {
 
     #[test]
     fn sentences_in_the_last_column_are_whole() {
-        let mut columns = Columns::with_sentences(&["SITE", "NOTE"]);
+        let mut columns = TableColumns::with_sentences(&["SITE", "NOTE"]);
         let sentence = "it has no image: ".to_owned() + &"why ".repeat(30);
         columns.add(["x".repeat(100), sentence.trim_end().into()]);
         let cut = "x".repeat(COLUMN_WIDTH_MAX - 1);

@@ -1,6 +1,7 @@
-//! `nagaya rule`: rules that the store keeps, for every node whose configuration names them.
+//! `nagaya rule`: rules in the store, for every node whose configuration names them.
 //!
-//! Not here: Ruby (`nagaya_rules`), the process that checks it (`rule_check`), when a rule runs (`[[rules]]` in the configuration), where commands work (`output`).
+//! Not here: Ruby (`nagaya_rules`), the process that checks it (`rule_check`), when a rule runs
+//! (`[[rules]]` in the configuration), access to records (`output`).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -9,54 +10,57 @@ use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use nagaya_cmdb::record::RULE_TEXT_LEN_MAX;
-use nagaya_rules::Phase;
+use nagaya_records::record::RULE_TEXT_LEN_MAX;
+use nagaya_rules::RulePhase;
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
-use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain, printable};
-use crate::admin::{Problem, place_and_message};
+use super::output::{
+    self, AccessIntent, CliError, OutputFormat, RecordAccess, RecordSource, TableColumns, escape, plain,
+    printable,
+};
+use crate::admin::{ProblemReply, place_and_message};
 use crate::rule_check;
-use crate::rule_test::{Case, Outcome, Question};
+use crate::rule_test::{CaseOutcome, RuleQuestion, TestCase};
 
-/// Settings that a rule that is tried can see.
+/// Settings that a trial of a rule can see.
 const SETTINGS_MAX: usize = 100_000;
 
 #[derive(Debug, clap::Subcommand)]
-pub enum Command {
-    /// Add a rule or replace it; in force with the next request
-    Set(Set),
-    /// Say what a rule would decide about a request; nothing is changed
-    Test(Box<Test>),
+pub enum RuleArgs {
+    /// Add or replace a rule. It applies from the next request on
+    Set(RuleSetArgs),
+    /// Show how a rule would decide about a request; nothing changes
+    Test(Box<RuleTestArgs>),
     /// List all rules
-    List(Format),
+    List(OutputFormat),
     /// Print the text of a rule
     #[command(visible_alias = "get")]
     Show {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Remove a rule; where it is named, it is a missing file then
+    /// Remove a rule. Nodes that name it then miss its file
     #[command(visible_alias = "delete")]
     Remove {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Set {
-    /// As configuration names it: file = "store:NAME"
+pub struct RuleSetArgs {
+    /// Name as in the configuration: file = "store:NAME"
     pub name: String,
-    /// The file with its text; '-' is standard input
+    /// File with the text of the rule; '-' is standard input
     pub file: PathBuf,
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Test {
-    /// The file with the rule's text; '-' is standard input
+pub struct RuleTestArgs {
+    /// File with the text of the rule; '-' is standard input
     pub file: PathBuf,
     /// Host name of the request
     #[arg(long)]
@@ -64,8 +68,10 @@ pub struct Test {
     /// Path of the request, with its query if it has one
     #[arg(long, default_value = "/")]
     pub path: String,
+    /// Method of the request
     #[arg(long, default_value = "GET")]
     pub method: String,
+    /// Scheme of the request
     #[arg(long, default_value = "https", value_parser = ["http", "https"])]
     pub scheme: String,
     /// Address of the client
@@ -74,17 +80,17 @@ pub struct Test {
     /// A header field, like 'User-Agent: bot'; repeat for more
     #[arg(long = "header", value_name = "NAME: VALUE", value_parser = header)]
     pub headers: Vec<(String, String)>,
-    /// Name of the site that the request is for
+    /// Name of the requested site
     #[arg(long)]
     pub site: Option<String>,
     /// Name of the site's tenant
     #[arg(long)]
     pub tenant: Option<String>,
-    /// When it runs, as the configuration has it
+    /// Phase of the rule, as in the configuration
     #[arg(long, default_value = "access_checker", value_parser = phase)]
-    pub phase: Phase,
+    pub phase: RulePhase,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
 fn header(text: &str) -> Result<(String, String), String> {
@@ -92,24 +98,24 @@ fn header(text: &str) -> Result<(String, String), String> {
     Ok((name.trim().to_owned(), value.trim().to_owned()))
 }
 
-fn phase(word: &str) -> Result<Phase, String> {
-    let known = Phase::ALL.map(Phase::as_str);
-    Phase::ALL.into_iter().find(|phase| phase.as_str() == word).ok_or(format!("use {}", known.join(", ")))
+fn phase(word: &str) -> Result<RulePhase, String> {
+    let known = RulePhase::ALL.map(RulePhase::as_str);
+    RulePhase::ALL.into_iter().find(|phase| phase.as_str() == word).ok_or(format!("use {}", known.join(", ")))
 }
 
-pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
-    let text = Format { json: false };
+pub fn run(command: RuleArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
+    let text = OutputFormat { json: false };
     let (result, format) = match &command {
-        Command::Set(set) => (self::set(set, place), text),
-        Command::Test(test) => return self::test(test, place),
-        Command::List(format) => (list(*format, place), *format),
-        Command::Show { name, format } => (show(name, *format, place), *format),
-        Command::Remove { name, format } => (remove(name, *format, place), *format),
+        RuleArgs::Set(set) => (self::set(set, place), text),
+        RuleArgs::Test(test) => return self::test(test, place),
+        RuleArgs::List(format) => (list(*format, place), *format),
+        RuleArgs::Show { name, format } => (show(name, *format, place), *format),
+        RuleArgs::Remove { name, format } => (remove(name, *format, place), *format),
     };
     output::end(result, format)
 }
 
-/// An empty name would be the path of the listing.
+/// Returns the path. An empty name would be the path of the listing.
 fn path(name: &str) -> Result<String, CliError> {
     match name {
         "" => Err(CliError::Usage("a rule's name is not empty".into())),
@@ -117,25 +123,26 @@ fn path(name: &str) -> Result<String, CliError> {
     }
 }
 
-fn set(command: &Set, place: &Place) -> Result<(), CliError> {
+fn set(command: &RuleSetArgs, place: &RecordSource) -> Result<(), CliError> {
     let path = path(&command.name)?;
     let text = read(&command.file)?;
-    // The node does so, too, but knows neither the file nor whether it was one.
+    // The node checks it, too, but does not know the file.
     let file = name_of(&command.file);
     rule_check::check(text.as_bytes(), &file).map_err(|fault| {
-        CliError::Refused(Problem::broken_rule(fault.kind.code(), place_and_message(&fault)))
+        CliError::Refused(ProblemReply::broken_rule(fault.kind.code(), place_and_message(&fault)))
     })?;
-    let reply = Access::open(place, Intent::Change)?.put(&path, &json!({ "text": text }))?;
+    let reply = RecordAccess::open(place, AccessIntent::Change)?.put(&path, &json!({ "text": text }))?;
     let what = if reply.0["changed"] == json!(true) { "was set" } else { "is as it was" };
     output::print(&format!("rule '{}' {what}; revision {}", command.name, reply.0["revision"]))
 }
 
-/// Exit status 1 if the rule fails or one of its decisions is refused.
-fn test(command: &Test, place: &Place) -> Result<ExitCode, CliError> {
-    let (file, text) = (name_of(&command.file), read(&command.file)?);
+/// Tries a rule. Exit status 1 if the rule fails or one of its decisions is refused.
+fn test(command: &RuleTestArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
+    let file = name_of(&command.file);
+    let text = read(&command.file)?;
     let (path, query) =
         command.path.split_once('?').map_or((&*command.path, None), |(path, query)| (path, Some(query)));
-    let case = Case {
+    let case = TestCase {
         phase: Some(command.phase),
         method: command.method.clone(),
         scheme: command.scheme.clone(),
@@ -148,7 +155,7 @@ fn test(command: &Test, place: &Place) -> Result<ExitCode, CliError> {
         headers: command.headers.clone(),
         settings: settings(place),
     };
-    let outcome = rule_check::test(&Question { text, case }, &file);
+    let outcome = rule_check::test(&RuleQuestion { text, case }, &file);
     if command.format.json {
         output::print_json(&json!(outcome))?;
     } else {
@@ -157,7 +164,7 @@ fn test(command: &Test, place: &Place) -> Result<ExitCode, CliError> {
     Ok(if outcome.faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn describe(outcome: &Outcome) -> String {
+fn describe(outcome: &CaseOutcome) -> String {
     let decided = outcome.decided.iter().map(|line| printable(line));
     let log = outcome.log.iter().map(|line| format!("log: {}", printable(line)));
     let faults = outcome.faults.iter().map(|fault| format!("REFUSED: {}", printable(&fault.to_string())));
@@ -165,11 +172,11 @@ fn describe(outcome: &Outcome) -> String {
     if lines.is_empty() { "it decides nothing".into() } else { lines.join("\n") }
 }
 
-/// Those of the store, if there is one: a rule can be tried on a machine without.
-fn settings(place: &Place) -> BTreeMap<String, Value> {
+/// Returns the settings of the store, if there is one: a rule can be tried on a machine without it.
+fn settings(place: &RecordSource) -> BTreeMap<String, Value> {
     let mut settings = BTreeMap::new();
-    let Ok(access) = Access::open(place, Intent::Look) else { return settings };
-    // What was listed before an error is as good as without one.
+    let Ok(access) = RecordAccess::open(place, AccessIntent::Look) else { return settings };
+    // The list up to an error is as valid as without one.
     let _ = access.each("/v1/settings", "settings", None, |setting| {
         if settings.len() < SETTINGS_MAX {
             settings.insert(plain(&setting["key"]), setting["value"].clone());
@@ -199,12 +206,12 @@ fn read(file: &Path) -> Result<String, CliError> {
     String::from_utf8(text).map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))
 }
 
-fn list(format: Format, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Look)?;
+fn list(format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Look)?;
     if format.json {
         return output::print_json_list(&access, "/v1/rules", "rules", None);
     }
-    let mut columns = Columns::new(&["NAME", "LINES", "BYTES"]);
+    let mut columns = TableColumns::new(&["NAME", "LINES", "BYTES"]);
     access.each("/v1/rules", "rules", None, |rule| {
         columns.add([plain(&rule["name"]), plain(&rule["lines"]), plain(&rule["bytes"])]);
         Ok(())
@@ -212,10 +219,10 @@ fn list(format: Format, place: &Place) -> Result<(), CliError> {
     columns.print()
 }
 
-/// Exactly the text, so that it can be changed and set again.
-fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+/// Prints exactly the text, so that it can be changed and set again.
+fn show(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     let path = path(name)?;
-    let reply = Access::open(place, Intent::Look)?.get(&path)?;
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.get(&path)?;
     let rule = &reply.0["rule"];
     if format.json {
         return output::print_json(rule);
@@ -225,12 +232,13 @@ fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(CliError::Output)
 }
 
-fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+fn remove(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
     let path = path(name)?;
-    let reply = Access::open(place, Intent::Look)?.remove(&path)?;
-    match format.json {
-        true => output::print_json(&reply.0),
-        false => output::print(&format!("rule '{name}' was removed")),
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.remove(&path)?;
+    if format.json {
+        output::print_json(&reply.0)
+    } else {
+        output::print(&format!("rule '{name}' was removed"))
     }
 }
 
@@ -238,8 +246,8 @@ fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
 mod tests {
     use super::*;
 
-    fn place(dir: &Path) -> Place {
-        Place {
+    fn place(dir: &Path) -> RecordSource {
+        RecordSource {
             admin_socket: dir.join("admin.sock"),
             store: dir.join("store.redb"),
             member: dir.join("member.json"),
@@ -250,16 +258,16 @@ mod tests {
     fn put(dir: &Path, text: &[u8]) -> Result<(), CliError> {
         let file = dir.join("a.rb");
         std::fs::write(&file, text).unwrap();
-        set(&Set { name: "a".into(), file }, &place(dir))
+        set(&RuleSetArgs { name: "a".into(), file }, &place(dir))
     }
 
     fn stored(dir: &Path) -> String {
-        let reply = Access::open(&place(dir), Intent::Look).unwrap().get("/v1/rules/a").unwrap();
+        let reply = RecordAccess::open(&place(dir), AccessIntent::Look).unwrap().get("/v1/rules/a").unwrap();
         plain(&reply.0["rule"]["text"])
     }
 
     #[test]
-    fn a_rule_is_kept_as_it_was_written_and_a_broken_one_is_refused_with_its_line() {
+    fn a_rule_is_kept_as_written_and_a_broken_one_names_its_line() {
         let dir = tempfile::tempdir().unwrap();
         put(dir.path(), b"x = \"\xc3\xbc\"\n\n").unwrap();
         assert_eq!(stored(dir.path()), "x = \"\u{fc}\"\n\n");
@@ -270,15 +278,15 @@ mod tests {
         assert!(matches!(put(dir.path(), &vec![b'#'; RULE_TEXT_LEN_MAX + 1]), Err(CliError::Io { .. })));
         assert!(matches!(put(dir.path(), b"\xff"), Err(CliError::Io { .. })));
         assert_eq!(stored(dir.path()), "x = \"\u{fc}\"\n\n", "what was refused changed nothing");
-        remove("a", Format { json: false }, &place(dir.path())).unwrap();
-        let error = show("a", Format { json: true }, &place(dir.path())).unwrap_err();
+        remove("a", OutputFormat { json: false }, &place(dir.path())).unwrap();
+        let error = show("a", OutputFormat { json: true }, &place(dir.path())).unwrap_err();
         assert_eq!(error.code().as_deref(), Some("NGY0211"));
     }
 
     #[test]
     fn an_empty_name_is_no_listing() {
         let dir = tempfile::tempdir().unwrap();
-        let error = remove("", Format { json: false }, &place(dir.path())).unwrap_err();
+        let error = remove("", OutputFormat { json: false }, &place(dir.path())).unwrap_err();
         assert!(matches!(error, CliError::Usage(_)), "{error}");
     }
 }

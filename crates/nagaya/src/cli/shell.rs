@@ -1,4 +1,4 @@
-//! `nagaya completion SHELL` and `nagaya man`: the command line as shells and manuals want it.
+//! `nagaya completion SHELL` and `nagaya man`: the command line in the form for shells and manuals.
 //!
 //! Both are made from the same definitions as `--help`. Not here: those definitions (`cli`).
 
@@ -12,25 +12,28 @@ use clap_mangen::Man;
 use super::output::{self, CliError};
 
 #[derive(Debug, Args)]
-pub struct Completion {
-    /// The shell that is to complete words
+pub struct CompletionArgs {
+    /// Name of the shell
     shell: Shell,
 }
 
 #[derive(Debug, Args)]
-pub struct Manual {
-    /// Write a page for each command into this directory, in place of printing the first one
+pub struct ManualArgs {
+    /// Write a page for each command into this directory, instead of printing the first one
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
 
-pub fn complete(mut command: clap::Command, Completion { shell }: &Completion) -> Result<ExitCode, CliError> {
+pub fn complete(
+    mut command: clap::Command,
+    CompletionArgs { shell }: &CompletionArgs,
+) -> Result<ExitCode, CliError> {
     let mut script = Vec::new();
     clap_complete::generate(*shell, &mut command, "nagaya", &mut script);
     print(script)
 }
 
-pub fn manual(command: clap::Command, Manual { dir }: Manual) -> Result<ExitCode, CliError> {
+pub fn manual(command: clap::Command, ManualArgs { dir }: ManualArgs) -> Result<ExitCode, CliError> {
     let Some(dir) = dir else {
         let mut page = Vec::new();
         Man::new(command).render(&mut page).map_err(CliError::Output)?;
@@ -53,13 +56,13 @@ mod tests {
 
     use clap::CommandFactory as _;
 
-    use super::super::Cli;
+    use super::super::NagayaArgs;
     use super::*;
 
     #[test]
     fn bash_takes_the_script_and_completes_commands() {
         let mut script = Vec::new();
-        clap_complete::generate(Shell::Bash, &mut Cli::command(), "nagaya", &mut script);
+        clap_complete::generate(Shell::Bash, &mut NagayaArgs::command(), "nagaya", &mut script);
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), script).unwrap();
         let words = r#". "$1"; complete -p nagaya; COMP_WORDS=(nagaya che) COMP_CWORD=1; _nagaya nagaya che nagaya; echo "${COMPREPLY[@]}""#;
@@ -72,7 +75,7 @@ mod tests {
     #[test]
     fn each_command_has_a_manual_page_and_no_hidden_one_has() {
         let dir = tempfile::tempdir().unwrap();
-        manual(Cli::command(), Manual { dir: Some(dir.path().into()) }).unwrap();
+        manual(NagayaArgs::command(), ManualArgs { dir: Some(dir.path().into()) }).unwrap();
         let page = |name: &str| std::fs::read_to_string(dir.path().join(name));
         for (name, expected) in [
             ("nagaya.1", "web hosting engine"),
@@ -86,7 +89,7 @@ mod tests {
             assert!(page(hidden).is_err(), "{hidden}");
         }
         let nowhere = dir.path().join("nowhere");
-        let failed = manual(Cli::command(), Manual { dir: Some(nowhere.clone()) });
+        let failed = manual(NagayaArgs::command(), ManualArgs { dir: Some(nowhere.clone()) });
         assert!(matches!(failed, Err(CliError::Io { path, .. }) if path == nowhere));
     }
 }

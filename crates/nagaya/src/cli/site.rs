@@ -1,6 +1,6 @@
 //! `nagaya site`: host names and how they are served.
 //!
-//! Not here: what a site must be (`nagaya_cmdb::check`), where commands work (`output`).
+//! Not here: the check of a site (`nagaya_records::check`), access to records (`output`).
 
 mod admission;
 mod file_warnings;
@@ -11,67 +11,69 @@ use std::process::ExitCode;
 use serde_json::{Map, Value, json};
 
 use self::admission::AdmissionFields;
-use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::output::{
+    self, AccessIntent, CliError, OutputFormat, RecordAccess, RecordSource, TableColumns, escape, plain,
+};
 use super::{limits, tenant, transfer};
 
 #[derive(Debug, clap::Subcommand)]
-pub enum Command {
+pub enum SiteArgs {
     /// Add a site
-    Add(Add),
-    /// Change a site; only what is given changes, a list is replaced as a whole
-    Set(Set),
+    Add(SiteAddArgs),
+    /// Change a site. Only the given options change; a given list replaces the whole old list
+    Set(SiteSetArgs),
     /// Show one site
     Show {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
     /// List sites
     List {
-        /// Only this tenant's
+        /// Show only sites of this tenant
         #[arg(long)]
         tenant: Option<String>,
-        /// Only those with exactly this host pattern
+        /// Show only sites with exactly this host pattern
         #[arg(long)]
         host: Option<String>,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
     /// Remove a site; its files stay
     Remove {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Add or replace tenants and sites from JSON lines, all or none
-    Import(transfer::Import),
+    /// Add or replace tenants and sites from JSON lines: all of them, or none
+    Import(transfer::ImportArgs),
     /// Write all tenants and sites as JSON lines
-    Export(transfer::Export),
+    Export(transfer::ExportArgs),
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Add {
+pub struct SiteAddArgs {
     pub name: String,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
     #[command(flatten)]
-    pub fields: Box<Fields>,
+    pub fields: Box<SiteFields>,
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Set {
+pub struct SiteSetArgs {
     pub name: String,
-    /// Take a field out, so that its default holds again: any option of this command without its dashes, limits or
-    /// request-limits for all of them
+    /// Remove a field, so that its default applies again. FIELD is an option of this command
+    /// without its dashes. limits and request-limits remove all of those limits
     #[arg(long, value_name = "FIELD")]
     pub unset: Vec<String>,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
     #[command(flatten)]
-    pub fields: Box<Fields>,
+    pub fields: Box<SiteFields>,
 }
 
-/// No shell reads a command, so that one word with spaces is the name of one program.
+/// Checks a command. No shell reads it, so one word with spaces is the name of one program.
 fn check_command(words: &[String]) -> Result<(), CliError> {
     let [word] = words else { return Ok(()) };
     if !word.trim().contains(char::is_whitespace) || Path::new(word).exists() {
@@ -84,12 +86,12 @@ fn check_command(words: &[String]) -> Result<(), CliError> {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-pub enum Kind {
+pub enum BackendKind {
     /// Files
     Static,
-    /// Files, of which some are programs run once per request
+    /// Files; some of them are programs that run once per request
     Cgi,
-    /// Files, of which *.php run in workers
+    /// Files; those named *.php run in workers
     Php,
     /// A server that already runs at --address
     Http,
@@ -98,28 +100,36 @@ pub enum Kind {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-pub enum Listen {
+pub enum ListenArg {
     /// A Unix socket: {socket} in the command, $NAGAYA_SOCKET
     Socket,
     /// A loopback port: {port} in the command, $PORT
     Port,
-    /// A Unix socket that it gets as descriptor 3: LISTEN_FDS=1
+    /// A Unix socket that already listens, passed as descriptor 3: LISTEN_FDS=1
     Fd,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-pub enum Buffering {
-    /// The server gets a request when all of its body is there
+pub enum BufferingArg {
+    /// The server gets a request after its whole body arrived
     On,
-    /// The server gets the body as it comes, and is held as long
+    /// The server gets the body as it arrives, and is occupied for that time
     Off,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum LinkPolicyArg {
+    /// Follow links of the tenant or of root to the tenant's own files in its home
+    Own,
+    /// Follow none; such a path gets 403
+    None,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum ImageMemory {
     /// Mapped for Apache, PHP-FPM, Python and Ruby, copied for others
     Auto,
-    /// Pages are read as they are touched
+    /// Each page is read when it is first used
     Mapped,
     /// All pages are read at each wake
     Copied,
@@ -127,44 +137,51 @@ pub enum ImageMemory {
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum ImageWhen {
-    /// Right after its start, before its first visitor
+    /// Right after its start, before its first request
     Start,
-    /// Each time it goes to rest: what it has in memory survives, secrets too
+    /// Each time it goes to rest; everything in its memory survives, also secrets
     Rest,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-pub enum Protocol {
+pub enum ProtocolArg {
     /// HTTP/1.1
     Http,
-    /// FastCGI: it gets requests for scripts, and the other files below --root are served without it
+    /// FastCGI: it gets the requests for scripts; nagaya serves the other files below --root
     #[value(name = "fastcgi")]
     FastCgi,
 }
 
 #[derive(Debug, Default, clap::Args)]
-pub struct Fields {
-    /// The tenant it belongs to
+pub struct SiteFields {
+    /// Tenant that owns the site
     #[arg(long)]
     pub tenant: Option<String>,
-    /// Host it answers to: name, *.name, or * for the default site; repeat for more
+    /// Host name of the site: name, *.name, or * for the default site; repeat for more
     #[arg(long = "host", value_name = "HOST")]
     pub hosts: Vec<String>,
-    /// Only requests at or below this path are its
+    /// Path of the site: it gets only requests at or below this path
     #[arg(long)]
     pub path: Option<String>,
-    /// How it is served
+    /// How the site is served
     #[arg(long, value_enum)]
-    pub backend: Option<Kind>,
+    pub backend: Option<BackendKind>,
     /// Requests that may run at once
     #[arg(long, value_name = "N")]
     pub max_concurrent: Option<u32>,
-    /// Variable for its programs (cgi, php, app); repeat for more
+    /// Longest duration of a request body, a response or a tunnel, in seconds
+    #[arg(long, value_name = "N")]
+    pub stream_seconds: Option<u32>,
+    /// Environment variable for its programs (cgi, php, app); repeat for more
     #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
     pub env: Vec<(String, String)>,
     /// Longest run of a program or wait for a server, in seconds
     #[arg(long, value_name = "N")]
     pub timeout_seconds: Option<u32>,
+    /// Time that a program may run on after its client left (cgi, php; default 30), in seconds. For
+    /// app: time that it may compute after its last request before it rests anyway (default 600)
+    #[arg(long, value_name = "N")]
+    pub linger_seconds: Option<u32>,
     #[command(flatten)]
     pub files: FileFields,
     #[command(flatten)]
@@ -182,10 +199,10 @@ pub struct Fields {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Files (static, cgi, php, app with --protocol fastcgi)")]
 pub struct FileFields {
-    /// Document root, beneath the tenant's home if relative
+    /// Document root; below the tenant's home if relative
     #[arg(long, value_name = "DIR")]
     pub root: Option<String>,
-    /// File tried for a directory; repeat for more
+    /// Index file of a directory; repeat for more
     #[arg(long, value_name = "FILE")]
     pub index: Vec<String>,
     /// List directories without an index
@@ -194,16 +211,20 @@ pub struct FileFields {
     /// File for an error status, like 404=404.html; repeat for more
     #[arg(long = "error-document", value_name = "STATUS=FILE", value_parser = pair)]
     pub error_documents: Vec<(String, String)>,
-    /// Cache-Control of files
+    /// Cache-Control field of files
     #[arg(long, value_name = "VALUE")]
     pub cache_control: Option<String>,
     /// Path below the root that is never served, like /data; repeat for more
     #[arg(long, value_name = "PATH")]
     pub deny: Vec<String>,
+    /// Symbolic links below the root that may lead out of it (default own)
+    #[arg(long, value_enum)]
+    pub links: Option<LinkPolicyArg>,
     /// Program that also gets every path without a file, like index.php
     #[arg(long, value_name = "FILE")]
     pub front_controller: Option<String>,
-    /// File name ending of programs, like .cgi; repeat for more. Of php they come beside .php
+    /// File name ending of programs, like .cgi; repeat for more. For php, .php always counts as
+    /// well
     #[arg(long = "extension", value_name = "ENDING")]
     pub extensions: Vec<String>,
 }
@@ -211,95 +232,113 @@ pub struct FileFields {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Servers (http, app)")]
 pub struct ServerFields {
-    /// Where it runs (http): host:port, [v6]:port or unix:/path
+    /// Address of the server (http): host:port, [v6]:port or unix:/path
     #[arg(long)]
     pub address: Option<String>,
-    /// Host it is sent instead of the client's (http)
+    /// Host field that the server gets instead of the client's (http)
     #[arg(long, value_name = "HOST")]
     pub host_header: Option<String>,
-    /// Trailer field of requests to pass on: none without this; repeat for more
+    /// Trailer field of requests to pass on; repeat for more. Without this option none is passed on
     #[arg(long = "request-trailer", value_name = "NAME")]
     pub request_trailers: Vec<String>,
-    /// Whether request bodies are taken in before it gets the request (http, app)
+    /// Read the whole request body before the server gets the request (http, app)
     #[arg(long, value_enum)]
-    pub request_buffering: Option<Buffering>,
-    /// Program or argument (app); repeat for each word, or write all words behind '--'
+    pub request_buffering: Option<BufferingArg>,
+    /// Program or argument (app); repeat for each word, or write all words after '--'
     #[arg(long = "command", value_name = "WORD", allow_hyphen_values = true)]
     pub command: Vec<String>,
     /// The command of an application, word by word
     #[arg(last = true, value_name = "COMMAND", conflicts_with = "command")]
     pub command_words: Vec<String>,
-    /// Working directory (app), beneath the tenant's home if relative
+    /// Working directory (app); below the tenant's home if relative
     #[arg(long, value_name = "DIR")]
     pub directory: Option<String>,
-    /// What it listens on (app)
+    /// Socket on which the application listens (app)
     #[arg(long, value_enum)]
-    pub listen: Option<Listen>,
-    /// What is spoken with it (app)
+    pub listen: Option<ListenArg>,
+    /// Protocol that the application speaks (app)
     #[arg(long, value_enum)]
-    pub protocol: Option<Protocol>,
-    /// How long it may take until it listens (app), in seconds
+    pub protocol: Option<ProtocolArg>,
+    /// Time limit of a start, until the application listens (app), in seconds
     #[arg(long, value_name = "N")]
     pub start_seconds: Option<u32>,
+    /// Time from SIGTERM until the application is killed (app; default 2), in seconds
+    #[arg(long, value_name = "N")]
+    pub stop_seconds: Option<u32>,
 }
 
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Instance (app)")]
 pub struct InstanceFields {
-    /// Variable whose value is in a file, like KEY=secrets/key.txt, beneath the tenant's home if relative; repeat for more
+    /// Environment variable whose value is in a file, like KEY=secrets/key.txt; repeat for more. A
+    /// relative path is below the tenant's home
     #[arg(long = "secret", value_name = "NAME=FILE", value_parser = pair)]
     pub secrets: Vec<(String, String)>,
-    /// Directory that it sees as /, read-only, instead of the node's own; or an image: oci:LAYOUT or oci:LAYOUT:TAG
+    /// Directory that the application sees as /, read-only, instead of the node's own. Or an OCI
+    /// image: oci:LAYOUT or oci:LAYOUT:TAG
     #[arg(long, value_name = "DIR|oci:LAYOUT[:TAG]")]
     pub base: Option<String>,
-    /// Directory it may write to, instead of its working directory; repeat for more
+    /// Directory the application may write to, instead of its working directory; repeat for more
     #[arg(long, value_name = "DIR")]
     pub writable: Vec<String>,
-    /// Path that must answer before requests go in
+    /// Path that must respond before the application gets requests
     #[arg(long, value_name = "PATH")]
     pub ready: Option<String>,
-    /// How long that may take once it listens, in seconds
+    /// Time limit of --ready, from when the application listens, in seconds
     #[arg(long, value_name = "N")]
     pub ready_within_seconds: Option<u32>,
-    /// Name of what is deployed: with another one a new image is taken
+    /// Name of the deployed release; a new name causes a new image
     #[arg(long, value_name = "NAME")]
     pub release: Option<String>,
-    /// How its memory comes back from an image (app)
+    /// How a wake loads memory from the image (app)
     #[arg(long, value_enum)]
     pub image_memory: Option<ImageMemory>,
-    /// Which moment of it its image is of (app)
+    /// When the image is taken (app)
     #[arg(long, value_enum)]
     pub image_when: Option<ImageWhen>,
-    /// File, or directory with its entries, that ends its image when it changes; beneath --directory if relative; repeat for more
+    /// File, or directory with its direct entries; repeat for more. When it changes, the image is
+    /// no longer used. A relative path is below --directory
     #[arg(long, value_name = "PATH")]
     pub image_watch: Vec<String>,
-    /// Path that nagaya gets, or signal (SIGHUP) that it gets, when it is back from an image; repeat for more
+    /// Query that nagaya sends at each wake to a database of --database; repeat for other sockets.
+    /// If the result differs, the image is no longer used. KIND is mysql, postgresql or redis.
+    /// DATABASE is [USER@]NAME, or - for none
+    #[arg(long, value_name = "KIND SOCKET DATABASE QUESTION", value_parser = image_tag)]
+    pub image_tag: Vec<ImageTag>,
+    /// Path that nagaya requests, or signal that it sends (like SIGHUP), after a wake from an
+    /// image; repeat for more
     #[arg(long, value_name = "PATH|SIGNAL")]
     pub after_wake: Vec<String>,
-    /// Path that nagaya gets before it takes an image, so that what it loads is in it; repeat for more
+    /// Path that nagaya requests before it takes an image, so that the image contains the loaded
+    /// code; repeat for more
     #[arg(long = "warm-up", value_name = "PATH")]
     pub warm_up: Vec<String>,
-    /// Seconds without a request until it rests at quiet, frozen, reclaimed, image or cold; or never; repeat for more
+    /// Seconds without a request until it rests at a tier, or never; repeat for more. TIER is
+    /// quiet, frozen, reclaimed, image or cold
     #[arg(long, value_name = "TIER=SECONDS", value_parser = idle)]
     pub idle: Vec<(String, Value)>,
-    /// 1: it is started without a request, and always has its processes
+    /// Least number of instances, 0 or 1. With 1 the application starts without a request and
+    /// always has its processes
     #[arg(long, value_name = "N")]
     pub min: Option<u32>,
-    /// How many of it there may be, each on another node of a cluster: 1 to 16
+    /// Most instances at once, each on another node of a cluster: 1 to 16
     #[arg(long, value_name = "N")]
     pub max: Option<u32>,
-    /// How far its CPU limit (--cpu) may be raised, while it is short of CPU and by rules (boost), like 200%
+    /// Highest raised CPU limit, like 200%. Its limit (--cpu) is raised while it is short of CPU,
+    /// or by a rule's boost
     #[arg(long, value_name = "SHARE")]
     pub cpu_max: Option<String>,
-    /// What of the network it reaches: none, nat (all outside of the node, by TCP), host (all that the node does), or HOST:PORT; repeat for more
+    /// Network access: none, nat (everything outside the node, by TCP), host (everything that the
+    /// node reaches), or HOST:PORT; repeat for more
     #[arg(long, value_name = "PLACE")]
     pub outbound: Vec<String>,
-    /// Socket of a database on this node, and where it finds it if that is not the same path; repeat for more
+    /// Socket of a database on this node; repeat for more. PATH is where the application sees it,
+    /// if not at the same path
     #[arg(long = "database", value_name = "SOCKET[=PATH]")]
     pub databases: Vec<String>,
 }
 
-/// A step of rest and its time. Which steps there are is for the store's checks.
+/// Parses a tier of rest and its time. The store's checks know the valid tiers.
 fn idle(text: &str) -> Result<(String, Value), String> {
     let (tier, time) = pair(text)?;
     let time = match time.parse::<u32>() {
@@ -315,17 +354,17 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((key.into(), value.into()))
 }
 
-pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: SiteArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     let (result, format) = match &command {
-        Command::Add(add) => (self::add(add, place), add.format),
-        Command::Set(set) => (self::set(set, place), set.format),
-        Command::Show { name, format } => (show(name, *format, place), *format),
-        Command::List { tenant, host, format } => {
+        SiteArgs::Add(add) => (self::add(add, place), add.format),
+        SiteArgs::Set(set) => (self::set(set, place), set.format),
+        SiteArgs::Show { name, format } => (show(name, *format, place), *format),
+        SiteArgs::List { tenant, host, format } => {
             (list(tenant.as_deref(), host.as_deref(), *format, place), *format)
         }
-        Command::Remove { name, format } => (remove(name, *format, place), *format),
-        Command::Import(import) => (transfer::import(import, place), import.format),
-        Command::Export(export) => (transfer::export(export, place), export.format),
+        SiteArgs::Remove { name, format } => (remove(name, *format, place), *format),
+        SiteArgs::Import(import) => (transfer::import(import, place), import.format),
+        SiteArgs::Export(export) => (transfer::export(export, place), export.format),
     };
     output::end(result, format)
 }
@@ -334,7 +373,7 @@ fn path(name: &str) -> String {
     format!("/v1/sites/{}", escape(name))
 }
 
-fn add(command: &Add, place: &Place) -> Result<(), CliError> {
+fn add(command: &SiteAddArgs, place: &RecordSource) -> Result<(), CliError> {
     let mut record = Map::new();
     command.fields.apply(&mut record)?;
     for (key, option) in [("tenant", "--tenant"), ("hosts", "--host"), ("backend", "--backend")] {
@@ -346,22 +385,23 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
             return Err(CliError::Usage(format!("a site needs {option}: see `nagaya site add --help`")));
         }
     }
-    let access = Access::open(place, Intent::Change)?;
+    let access = RecordAccess::open(place, AccessIntent::Change)?;
     let reply = access.add(&path(&command.name), &Value::Object(record))?;
     warn_of_files(&access, &reply.0["site"]);
-    // The site is there; without its tenant there is only less to say.
+    // The site is stored; without its tenant there are only fewer warnings.
     let tenant = format!("/v1/tenants/{}", escape(&plain(&reply.0["site"]["tenant"])));
     if let Ok(found) = access.get(&tenant) {
         tenant::warn_of_home(&found.0["tenant"]);
     }
-    match command.format.json {
-        true => output::print_json(&reply.0["site"]),
-        false => output::print(&format!("site '{}' was added", command.name)),
+    if command.format.json {
+        output::print_json(&reply.0["site"])
+    } else {
+        output::print(&format!("site '{}' was added", command.name))
     }
 }
 
-fn set(command: &Set, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Change)?;
+fn set(command: &SiteSetArgs, place: &RecordSource) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Change)?;
     let reply = access.update(&path(&command.name), |seen| {
         let mut record = seen["site"].as_object().cloned().unwrap_or_default();
         for field in &command.unset {
@@ -380,8 +420,9 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     output::print(&format!("site '{}' {what}", command.name))
 }
 
-/// Says what of the site's files would surprise who comes from another server. It is a help, so nothing of it can fail.
-fn warn_of_files(access: &Access, site: &Value) {
+/// Warns of files that would surprise people who come from another server. It is only a help, so it
+/// never fails.
+fn warn_of_files(access: &RecordAccess, site: &Value) {
     let tenant =
         site["tenant"].as_str().and_then(|name| access.get(&format!("/v1/tenants/{}", escape(name))).ok());
     let home = tenant.as_ref().and_then(|reply| reply.0["tenant"]["home"].as_str());
@@ -390,10 +431,25 @@ fn warn_of_files(access: &Access, site: &Value) {
     }
 }
 
-/// Takes an option's field out of the record, or out of its backend.
+/// Removes the tags of databases; the databases stay, and are not queried any more.
+fn unset_image_tags(record: &mut Map<String, Value>) -> Result<(), CliError> {
+    let databases =
+        record.get_mut("backend").and_then(|backend| backend.get_mut("databases")?.as_array_mut());
+    let databases = databases.into_iter().flatten().filter_map(Value::as_object_mut);
+    let removed = databases.filter_map(|database| database.remove("tag")).count();
+    match removed {
+        0 => Err(CliError::Usage("the site has no image-tag to unset".into())),
+        _ => Ok(()),
+    }
+}
+
+/// Removes an option's field from the record, or from its backend.
 fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> {
     if limits::unset(option, record)? || admission::unset(option, record)? {
         return Ok(());
+    }
+    if option == "image-tag" {
+        return unset_image_tags(record);
     }
     let field = match option {
         "error-document" => "error_documents".into(),
@@ -419,15 +475,16 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
     }
 }
 
-impl Fields {
-    /// Puts what was given into the record. Fields that do not go with its kind are left for the store's
-    /// checks to name.
+impl SiteFields {
+    /// Puts the given options into the record. The store's checks report fields that do not go with
+    /// its kind.
     fn apply(&self, record: &mut Map<String, Value>) -> Result<(), CliError> {
         check_command(&self.server.command)?;
         put(record, "tenant", self.tenant.as_ref());
         put_list(record, "hosts", &self.hosts);
         put(record, "path", self.path.as_ref());
         put(record, "max_concurrent", self.max_concurrent);
+        put(record, "stream_seconds", self.stream_seconds);
         self.limits.apply(record);
         self.request_limits.apply(record);
         let old = record.remove("backend");
@@ -435,7 +492,7 @@ impl Fields {
         if let Some(kind) = self.backend {
             backend = for_kind(backend, kind);
         }
-        if backend.get("kind").and_then(Value::as_str) == Some(word(&Kind::App).as_str()) {
+        if backend.get("kind").and_then(Value::as_str) == Some(word(&BackendKind::App).as_str()) {
             let mut files = part(&backend, "files");
             self.files.apply(&mut files);
             put_part(&mut backend, "files", files);
@@ -446,6 +503,7 @@ impl Fields {
         self.instance.apply(&mut backend);
         put_map(&mut backend, "env", &self.env);
         put(&mut backend, "timeout_seconds", self.timeout_seconds);
+        put(&mut backend, "linger_seconds", self.linger_seconds);
         record.insert("backend".into(), Value::Object(backend));
         self.admission.apply(record)
     }
@@ -459,6 +517,7 @@ impl FileFields {
         put_map(backend, "error_documents", &self.error_documents);
         put(backend, "cache_control", self.cache_control.as_ref());
         put_list(backend, "deny", &self.deny);
+        put(backend, "links", self.links.map(|links| word(&links)));
         put(backend, "front_controller", self.front_controller.as_ref());
         put_list(backend, "extensions", &self.extensions);
     }
@@ -476,11 +535,13 @@ impl ServerFields {
         put(backend, "listen", self.listen.map(|listen| word(&listen)));
         put(backend, "protocol", self.protocol.map(|protocol| word(&protocol)));
         put(backend, "start_seconds", self.start_seconds);
+        put(backend, "stop_seconds", self.stop_seconds);
     }
 }
 
 impl InstanceFields {
-    /// What has parts of its own, like `idle`, keeps those that were not given.
+    /// Puts the options into the backend. A field with parts, such as `idle`, keeps the parts that
+    /// were not given.
     fn apply(&self, backend: &mut Map<String, Value>) {
         put_map(backend, "secrets", &self.secrets);
         put(backend, "base", self.base.as_ref());
@@ -504,16 +565,63 @@ impl InstanceFields {
         put(backend, "outbound", outbound(&self.outbound));
         let databases: Vec<Value> = self.databases.iter().map(|text| database(text)).collect();
         put(backend, "databases", (!databases.is_empty()).then_some(databases));
+        self.image_tag.iter().for_each(|tag| tag.put(backend));
     }
 }
 
-/// A word alone is one of those a record knows; which, is for the store's checks.
+/// Returns the value of `outbound`. A word alone is one that a record knows; the store's checks
+/// know which.
 fn outbound(places: &[String]) -> Option<Value> {
     match places {
         [] => None,
         [word] if !word.contains(':') => Some(json!(word)),
         places => Some(json!(places)),
     }
+}
+
+/// A query, and its database's socket.
+#[derive(Debug, Clone)]
+pub struct ImageTag {
+    socket: String,
+    tag: Value,
+}
+
+impl ImageTag {
+    /// Puts it into the database with this socket. A database that the record does not have is
+    /// added.
+    fn put(&self, backend: &mut Map<String, Value>) {
+        let databases = backend.entry("databases").or_insert_with(|| json!([]));
+        let Some(databases) = databases.as_array_mut() else { return };
+        match databases.iter_mut().find(|database| database["socket"] == self.socket.as_str()) {
+            Some(database) => database["tag"] = self.tag.clone(),
+            None => databases.push(json!({ "socket": self.socket, "tag": self.tag })),
+        }
+    }
+}
+
+/// Parses a query; the store checks it.
+fn image_tag(text: &str) -> Result<ImageTag, String> {
+    let mut rest = text;
+    let mut word = || {
+        let (word, behind) = rest.trim_start().split_once(char::is_whitespace)?;
+        rest = behind;
+        Some(word)
+    };
+    let (Some(kind), Some(socket), Some(database)) = (word(), word(), word()) else {
+        return Err(
+            "write four parts, such as 'mysql /run/mysqld/mysqld.sock blog SELECT version FROM settings'"
+                .into(),
+        );
+    };
+    let (user, name) = database.split_once('@').map_or((None, database), |(user, name)| (Some(user), name));
+    let mut tag = json!({ "kind": kind, "ask": rest.trim() });
+    if let Some(user) = user {
+        tag["user"] = json!(user);
+    }
+    if name != "-" {
+        tag["database"] = json!(name);
+    }
+    Ok(ImageTag { socket: socket.to_owned(), tag })
 }
 
 fn database(text: &str) -> Value {
@@ -531,17 +639,18 @@ fn put_part(backend: &mut Map<String, Value>, key: &str, part: Map<String, Value
     put(backend, key, (!part.is_empty()).then_some(part));
 }
 
-/// The kinds with files share their fields; between others nothing is kept.
-fn for_kind(old: Map<String, Value>, kind: Kind) -> Map<String, Value> {
+/// Returns the fields to keep. The kinds with files share their fields; between other kinds nothing
+/// is kept.
+fn for_kind(old: Map<String, Value>, kind: BackendKind) -> Map<String, Value> {
     let had_files = matches!(old.get("kind").and_then(Value::as_str), Some("static" | "cgi" | "php"));
     let same = old.get("kind").and_then(Value::as_str) == Some(word(&kind).as_str());
-    let has_files = matches!(kind, Kind::Static | Kind::Cgi | Kind::Php);
+    let has_files = matches!(kind, BackendKind::Static | BackendKind::Cgi | BackendKind::Php);
     let mut backend = if same || (had_files && has_files) { old } else { Map::new() };
     backend.insert("kind".into(), word(&kind).into());
     backend
 }
 
-/// The word an option's value has on the command line, which is the record's word too.
+/// Returns the word of an option's value on the command line, which is also the record's word.
 fn word(value: &impl clap::ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
@@ -561,44 +670,49 @@ fn put_map(to: &mut Map<String, Value>, key: &str, pairs: &[(String, String)]) {
     put(to, key, (!pairs.is_empty()).then(map));
 }
 
-fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
-    let reply = Access::open(place, Intent::Look)?.get(&path(name))?;
-    match format.json {
-        true => output::print_json(&reply.0["site"]),
-        false => output::print_fields(&reply.0["site"]),
-    }
+fn show(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.get(&path(name))?;
+    if format.json { output::print_json(&reply.0["site"]) } else { output::print_fields(&reply.0["site"]) }
 }
 
-fn list(tenant: Option<&str>, host: Option<&str>, format: Format, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Look)?;
+fn list(
+    tenant: Option<&str>,
+    host: Option<&str>,
+    format: OutputFormat,
+    place: &RecordSource,
+) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Look)?;
     let conditions: Vec<String> = [("tenant", tenant), ("host", host)]
         .into_iter()
         .filter_map(|(key, value)| value.map(|value| format!("{key}={}", escape(value))))
         .collect();
-    let path = match conditions.is_empty() {
-        true => "/v1/sites".to_owned(),
-        false => format!("/v1/sites?{}", conditions.join("&")),
+    let path = if conditions.is_empty() {
+        "/v1/sites".to_owned()
+    } else {
+        format!("/v1/sites?{}", conditions.join("&"))
     };
     if format.json {
         return output::print_json_list(&access, &path, "sites", None);
     }
-    let mut columns = Columns::new(&["NAME", "TENANT", "BACKEND", "PATH", "HOSTS"]);
+    let mut columns = TableColumns::new(&["NAME", "TENANT", "BACKEND", "PATH", "HOSTS"]);
     access.each(&path, "sites", None, |site| {
         let hosts = site["hosts"].as_array().map_or(&[][..], Vec::as_slice);
         let hosts: Vec<String> = hosts.iter().map(plain).collect();
         let path = site["path"].as_str().unwrap_or("/").to_owned();
-        let (name, tenant) = (plain(&site["name"]), plain(&site["tenant"]));
+        let name = plain(&site["name"]);
+        let tenant = plain(&site["tenant"]);
         columns.add([name, tenant, plain(&site["backend"]["kind"]), path, hosts.join(" ")]);
         Ok(())
     })?;
     columns.print()
 }
 
-fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
-    let reply = Access::open(place, Intent::Look)?.remove(&path(name))?;
-    match format.json {
-        true => output::print_json(&reply.0),
-        false => output::print(&format!("site '{name}' was removed")),
+fn remove(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.remove(&path(name))?;
+    if format.json {
+        output::print_json(&reply.0)
+    } else {
+        output::print(&format!("site '{name}' was removed"))
     }
 }
 

@@ -9,14 +9,14 @@ use std::time::Duration;
 use nagaya_base::units::format_bytes;
 use serde_json::{Value, json};
 
-use super::output::{self, CliError, Format, Place, plain, short_time};
-use crate::doctor::tenants::Found;
+use super::output::{self, CliError, OutputFormat, RecordSource, plain, short_time};
+use crate::doctor::tenants::TenantFinding;
 
-/// Tenants whose ids and homes are looked at.
+/// Tenants whose ids and homes are checked.
 const TENANTS_LOOKED_AT_MAX: usize = 500;
 
-/// Exit status 1 if the node does not serve.
-pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
+/// Prints the status. Exit status 1 if the node does not serve.
+pub fn run(place: &RecordSource, format: OutputFormat) -> Result<ExitCode, CliError> {
     let mut status = output::ask_node(place, "/v1/status")?;
     status["tenant_warnings"] = json!(tenant_warnings(place, &status));
     if format.json {
@@ -27,12 +27,14 @@ pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
     Ok(if status["healthy"] == Value::Bool(true) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Warnings of tenants' ids and homes. The command looks at a bounded number and stays quick; `nagaya doctor` looks at all.
-fn tenant_warnings(place: &Place, status: &Value) -> Vec<String> {
+/// Returns warnings about tenants' ids and homes. The command checks a bounded number and stays
+/// quick; `nagaya doctor` checks all.
+fn tenant_warnings(place: &RecordSource, status: &Value) -> Vec<String> {
     let Ok(page) = output::ask_node(place, &format!("/v1/tenants?limit={TENANTS_LOOKED_AT_MAX}")) else {
         return Vec::new();
     };
-    let (policy, mut found) = (place.ids.policy(), Found::default());
+    let policy = place.ids.policy();
+    let mut found = TenantFinding::default();
     for tenant in page["tenants"].as_array().into_iter().flatten() {
         if let Ok(tenant) = serde_json::from_value(tenant.clone()) {
             found.add(&tenant, &policy);
@@ -44,10 +46,8 @@ fn tenant_warnings(place: &Place, status: &Value) -> Vec<String> {
     }
     let all = status["tenants"].as_u64().unwrap_or(0);
     if all > found.looked_at as u64 {
-        warnings.push(format!(
-            "{} of {all} tenants were looked at: `nagaya doctor` looks at all",
-            found.looked_at
-        ));
+        warnings
+            .push(format!("{} of {all} tenants were checked: `nagaya doctor` checks all", found.looked_at));
     }
     warnings
 }
@@ -86,7 +86,8 @@ fn screen(status: &Value) -> String {
     section(&mut out, "processes", &status["processes"], process);
     section(&mut out, "protections", &status["protections"], |row| {
         let on = row["on"] == Value::Bool(true);
-        let (name, why) = (plain(&row["name"]), plain(&row["why"]));
+        let name = plain(&row["name"]);
+        let why = plain(&row["why"]);
         let how = if on { String::new() } else { format!("; {}", plain(&row["how"])) };
         format!("{}  {name:18} {why}{how}", if on { "on " } else { "OFF" })
     });
@@ -109,7 +110,7 @@ fn screen(status: &Value) -> String {
     out
 }
 
-/// What is wrong with the cluster's store, if anything is.
+/// Writes the fault of the cluster's store, if any.
 fn cluster_store(out: &mut String, store: &Value) {
     if let Some(insecure) = store["insecure"].as_str() {
         let _ = writeln!(out, "INSECURE: {insecure}");
@@ -135,7 +136,7 @@ fn section(out: &mut String, title: &str, rows: &Value, line: impl Fn(&Value) ->
 fn process(row: &Value) -> String {
     let name = plain(&row["name"]);
     let pid = row["pid"].as_i64().map_or("not running".into(), |pid| format!("pid {pid}"));
-    // To the KiB: pages are never less.
+    // To the KiB: pages are never smaller.
     let rss = row["rss_bytes"].as_u64().map_or(String::new(), |bytes| format_bytes(bytes / 1024 * 1024));
     let restarts = match row["restarts"].as_u64() {
         Some(0) | None => String::new(),
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_off_and_what_restarted_is_seen() {
+    fn status_shows_protections_that_are_off_and_restarts() {
         let text = screen(&json!({
             "node": "n1", "version": "0.1.0", "healthy": false, "reason": "the edge process is being started",
             "uptime_seconds": 93_784, "tenants": 2, "sites": 3, "settings": 4, "revision": 9,

@@ -1,6 +1,6 @@
 //! `nagaya tenant`: the owners of sites.
 //!
-//! Not here: what a tenant must be (`nagaya_cmdb::check`), where commands work (`output`).
+//! Not here: the check of a tenant (`nagaya_records::check`), access to records (`output`).
 
 use std::fs::DirBuilder;
 use std::io;
@@ -8,111 +8,118 @@ use std::os::unix::fs::{DirBuilderExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use nagaya_cmdb::Tenant;
+use nagaya_records::Tenant;
 use nix::unistd::{Uid, User};
 use serde_json::{Map, Value, json};
 
-use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::output::{
+    self, AccessIntent, CliError, OutputFormat, RecordAccess, RecordSource, TableColumns, escape, plain,
+};
 use super::{limits, transfer};
 use crate::doctor::tenants::home_warnings;
 
 #[derive(Debug, clap::Subcommand)]
-pub enum Command {
+pub enum TenantArgs {
     /// Add a tenant
-    Add(Add),
-    /// Change a tenant; only what is given changes
-    Set(Set),
+    Add(TenantAddArgs),
+    /// Change a tenant. Only the given options change
+    Set(TenantSetArgs),
     /// Show one tenant
     Show {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
     /// List all tenants
     List {
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
     /// Remove a tenant that has no sites; its files stay
     Remove {
         name: String,
         #[command(flatten)]
-        format: Format,
+        format: OutputFormat,
     },
-    /// Add or replace tenants and sites from JSON lines, all or none
-    Import(transfer::Import),
+    /// Add or replace tenants and sites from JSON lines: all of them, or none
+    Import(transfer::ImportArgs),
     /// Write all tenants and sites as JSON lines
-    Export(transfer::Export),
+    Export(transfer::ExportArgs),
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Add {
+pub struct TenantAddArgs {
     pub name: String,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
     #[command(flatten)]
-    pub fields: Box<Fields>,
+    pub fields: Box<TenantFields>,
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Set {
+pub struct TenantSetArgs {
     pub name: String,
-    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, network, one of the limits
-    /// without its dashes, or limits for all of them
+    /// Remove a field, so that its default applies again. FIELD is home, max-concurrent,
+    /// php-workers, network, mail-per-hour, or a limit without its dashes. limits removes all
+    /// limits
     #[arg(long, value_name = "FIELD", value_parser = unsettable())]
     pub unset: Vec<String>,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
     #[command(flatten)]
-    pub fields: Box<Fields>,
+    pub fields: Box<TenantFields>,
 }
 
 #[derive(Debug, Default, clap::Args)]
-pub struct Fields {
-    /// Its processes run under this uid; without it the next free one is taken
+pub struct TenantFields {
+    /// Uid of the tenant's processes; without it, the next free uid
     #[arg(long, conflicts_with = "user")]
     pub uid: Option<u32>,
     /// Take uid, gid and home from this user of the system
     #[arg(long)]
     pub user: Option<String>,
-    /// Without it the same number as the uid
+    /// Gid of the tenant's processes; without it, the same number as the uid
     #[arg(long)]
     pub gid: Option<u32>,
-    /// Relative roots of its sites lie beneath this directory. Root makes it if it is missing, for the
-    /// tenant alone (mode 0700)
+    /// Home directory. Relative roots of its sites are below it. If it is missing, root makes it
+    /// for the tenant alone (mode 0700)
     #[arg(long, value_name = "DIR")]
     pub home: Option<String>,
     /// Requests of all its sites that may run at once
     #[arg(long, value_name = "N")]
     pub max_concurrent: Option<u32>,
-    /// PHP workers it may have at once
+    /// PHP workers that may run at once
     #[arg(long, value_name = "N")]
     pub php_workers: Option<u32>,
-    /// Share of the node against other tenants when all want more than there is, 1 to 10000; 100 if not given
+    /// Weight against other tenants when requests queue, 1 to 10000; default 100
     #[arg(long, value_name = "N")]
     pub weight: Option<u32>,
-    /// The network of its CGI programs and PHP workers: its own, or the node's with all that listens there
+    /// Network of its CGI programs and PHP workers: its own, or the node's with everything that
+    /// listens there
     #[arg(long, value_parser = ["own", "host"])]
     pub network: Option<String>,
+    /// Most recipients of its programs' mail within an hour; 0 for no mail
+    #[arg(long, value_name = "N")]
+    pub mail_per_hour: Option<u32>,
     #[command(flatten)]
     pub limits: limits::CellFields,
 }
 
-/// The fields a tenant can be without.
+/// Returns the fields that a tenant can lack.
 fn unsettable() -> clap::builder::PossibleValuesParser {
-    let own = ["home", "max-concurrent", "php-workers", "weight", "network", limits::ALL];
+    let own = ["home", "max-concurrent", "php-workers", "weight", "network", "mail-per-hour", limits::ALL];
     clap::builder::PossibleValuesParser::new(own.into_iter().chain(limits::OPTIONS))
 }
 
-pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: TenantArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     let (result, format) = match &command {
-        Command::Add(add) => (self::add(add, place), add.format),
-        Command::Set(set) => (self::set(set, place), set.format),
-        Command::Show { name, format } => (show(name, *format, place), *format),
-        Command::List { format } => (list(*format, place), *format),
-        Command::Remove { name, format } => (remove(name, *format, place), *format),
-        Command::Import(import) => (transfer::import(import, place), import.format),
-        Command::Export(export) => (transfer::export(export, place), export.format),
+        TenantArgs::Add(add) => (self::add(add, place), add.format),
+        TenantArgs::Set(set) => (self::set(set, place), set.format),
+        TenantArgs::Show { name, format } => (show(name, *format, place), *format),
+        TenantArgs::List { format } => (list(*format, place), *format),
+        TenantArgs::Remove { name, format } => (remove(name, *format, place), *format),
+        TenantArgs::Import(import) => (transfer::import(import, place), import.format),
+        TenantArgs::Export(export) => (transfer::export(export, place), export.format),
     };
     output::end(result, format)
 }
@@ -121,10 +128,10 @@ fn path(name: &str) -> String {
     format!("/v1/tenants/{}", escape(name))
 }
 
-fn add(command: &Add, place: &Place) -> Result<(), CliError> {
+fn add(command: &TenantAddArgs, place: &RecordSource) -> Result<(), CliError> {
     let mut record = Map::new();
     apply(&command.fields, &mut record)?;
-    let access = Access::open(place, Intent::Change)?;
+    let access = RecordAccess::open(place, AccessIntent::Change)?;
     let reply = access.add(&path(&command.name), &Value::Object(record))?;
     let tenant = &reply.0["tenant"];
     make_home(tenant)?;
@@ -136,8 +143,8 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
     output::print(&format!("tenant '{}' was added with uid {uid}", command.name))
 }
 
-fn set(command: &Set, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Change)?;
+fn set(command: &TenantSetArgs, place: &RecordSource) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Change)?;
     let reply = access.update(&path(&command.name), |seen| {
         let mut record = seen["tenant"].as_object().cloned().unwrap_or_default();
         for field in &command.unset {
@@ -157,8 +164,19 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     output::print(&format!("tenant '{}' {what}", command.name))
 }
 
-fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliError> {
-    let Fields { uid, user, gid, home, max_concurrent, php_workers, weight, network, limits } = fields;
+fn apply(fields: &TenantFields, record: &mut Map<String, Value>) -> Result<(), CliError> {
+    let TenantFields {
+        uid,
+        user,
+        gid,
+        home,
+        max_concurrent,
+        php_workers,
+        weight,
+        network,
+        mail_per_hour,
+        limits,
+    } = fields;
     if let Some(name) = user {
         let user = User::from_name(name)
             .map_err(|error| CliError::Usage(format!("user '{name}' cannot be looked up: {error}")))?
@@ -179,6 +197,7 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
         ("max_concurrent", max_concurrent),
         ("php_workers", php_workers),
         ("weight", weight),
+        ("mail_per_hour", mail_per_hour),
     ];
     for (key, value) in numbers {
         if let Some(value) = value {
@@ -192,10 +211,10 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
     Ok(())
 }
 
-/// Says on standard error what is wrong with the tenant's home, which may be mended later.
+/// Warns on standard error of faults in the tenant's home, which may be corrected later.
 pub fn warn_of_home(tenant: &Value) {
     let Ok(tenant) = serde_json::from_value::<Tenant>(tenant.clone()) else { return };
-    // Without root nothing is the tenant's own.
+    // Without root the tenant owns nothing.
     if !Uid::effective().is_root() {
         return;
     }
@@ -204,7 +223,8 @@ pub fn warn_of_home(tenant: &Value) {
     }
 }
 
-/// Other tenants must not even traverse it; the keeper opens it with the tenant's own ids.
+/// Makes the home. Other tenants must not even traverse it; the keeper opens it with the tenant's
+/// own ids.
 fn make_home(tenant: &Value) -> Result<(), CliError> {
     let Some(home) = tenant["home"].as_str().map(PathBuf::from) else { return Ok(()) };
     if !Uid::effective().is_root() {
@@ -224,26 +244,27 @@ fn create_owned(home: &Path, uid: Option<u32>, gid: Option<u32>) -> io::Result<(
     }
     match DirBuilder::new().mode(0o700).create(home) {
         Ok(()) => lchown(home, uid, gid),
-        // What is there already stays as somebody made it.
+        // An existing home stays as it is.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) => Err(error),
     }
 }
 
-fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
-    let reply = Access::open(place, Intent::Look)?.get(&path(name))?;
-    match format.json {
-        true => output::print_json(&reply.0["tenant"]),
-        false => output::print_fields(&reply.0["tenant"]),
+fn show(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.get(&path(name))?;
+    if format.json {
+        output::print_json(&reply.0["tenant"])
+    } else {
+        output::print_fields(&reply.0["tenant"])
     }
 }
 
-fn list(format: Format, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Look)?;
+fn list(format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Look)?;
     if format.json {
         return output::print_json_list(&access, "/v1/tenants", "tenants", None);
     }
-    let mut columns = Columns::new(&["NAME", "UID", "GID", "HOME"]);
+    let mut columns = TableColumns::new(&["NAME", "UID", "GID", "HOME"]);
     access.each("/v1/tenants", "tenants", None, |tenant| {
         let home = tenant["home"].as_str().unwrap_or("-").to_owned();
         columns.add([plain(&tenant["name"]), plain(&tenant["uid"]), plain(&tenant["gid"]), home]);
@@ -252,11 +273,12 @@ fn list(format: Format, place: &Place) -> Result<(), CliError> {
     columns.print()
 }
 
-fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
-    let reply = Access::open(place, Intent::Look)?.remove(&path(name))?;
-    match format.json {
-        true => output::print_json(&reply.0),
-        false => output::print(&format!("tenant '{name}' was removed")),
+fn remove(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
+    let reply = RecordAccess::open(place, AccessIntent::Look)?.remove(&path(name))?;
+    if format.json {
+        output::print_json(&reply.0)
+    } else {
+        output::print(&format!("tenant '{name}' was removed"))
     }
 }
 
@@ -270,7 +292,8 @@ mod tests {
     fn a_home_is_made_for_its_owner_alone_and_an_old_one_is_left() {
         let directory = tempfile::tempdir().unwrap();
         let home = directory.path().join("homes/t");
-        let (uid, gid) = (Uid::effective().as_raw(), nix::unistd::Gid::effective().as_raw());
+        let uid = Uid::effective().as_raw();
+        let gid = nix::unistd::Gid::effective().as_raw();
         create_owned(&home, Some(uid), Some(gid)).unwrap();
         let made = std::fs::metadata(&home).unwrap();
         assert_eq!((made.mode() & 0o7777, made.uid(), made.gid()), (0o700, uid, gid));

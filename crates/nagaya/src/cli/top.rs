@@ -1,6 +1,8 @@
-//! `nagaya top`: a live table of sites: how deep their applications rest, requests that run and wait, CPU time used.
+//! `nagaya top`: a live table of sites: tiers of their applications, running and waiting requests,
+//! CPU use.
 //!
-//! Not here: gathering it (the keeper's instances and cells, the edge's requests), cells beneath sites (`cells`).
+//! Not here: gathering it (the keeper's instances and cells, the edge's requests), cells below
+//! sites (`cells`).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -12,58 +14,58 @@ use std::time::{Duration, Instant};
 
 use nagaya_base::units::format_bytes;
 use nagaya_base::{Clock, Code, SystemClock};
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::cells::{self, CLEAR, INTERVAL};
-use super::instance::{self, Instance, absent};
-use super::lanes::Lane;
-use super::output::{self, CliError, Columns, Format, Place, printable, short_time};
+use super::instance::{self, InstanceView, absent};
+use super::lanes::LaneView;
+use super::output::{self, CliError, OutputFormat, RecordSource, TableColumns, printable, short_time};
 
 #[derive(Debug, clap::Args)]
-pub struct Top {
-    /// Show it once and end
+pub struct TopArgs {
+    /// Print once and end
     #[arg(long)]
     pub once: bool,
-    /// Only this tenant's
+    /// Show only sites of this tenant
     #[arg(long)]
     pub tenant: Option<String>,
-    /// Show so many sites at most, the busiest
+    /// Show at most this many sites, the busiest
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub limit: usize,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-/// The edge's answer.
+/// The edge's reply.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Requests {
-    /// Of applications.
-    instances: Vec<Load>,
-    lanes: Vec<Lane>,
+struct RequestsView {
+    /// Load of applications.
+    instances: Vec<LoadView>,
+    lanes: Vec<LaneView>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Load {
+struct LoadView {
     site: String,
     running: u64,
     waiting: u64,
 }
 
-/// One look at everything.
-struct Look {
+/// One sample of everything.
+struct TopSample {
     at: Instant,
-    instances: Vec<Instance>,
-    requests: Requests,
+    instances: Vec<InstanceView>,
+    requests: RequestsView,
     /// CPU time in microseconds and memory of each site's cell, by `TENANT/SITE`.
     used: HashMap<String, (u64, Option<u64>)>,
 }
 
-/// A site as it is shown. Fields that do not go with its kind are absent.
+/// A site's row. Fields that do not go with its kind are absent.
 #[derive(Debug, Default, PartialEq, Serialize)]
-struct Row {
+struct TopRow {
     site: String,
     tenant: String,
     tier: Option<Tier>,
@@ -71,28 +73,28 @@ struct Row {
     since_seconds: Option<u64>,
     running: u64,
     waiting: u64,
-    /// Of one core, between the last two looks.
+    /// Of one core, between the last two samples.
     cpu_percent: f64,
     memory_bytes: Option<u64>,
     note: Option<String>,
 }
 
-pub fn run(command: &Top, place: &Place) -> Result<ExitCode, CliError> {
+pub fn run(command: &TopArgs, place: &RecordSource) -> Result<ExitCode, CliError> {
     output::end(watch(command, place), command.format)
 }
 
-/// The first table comes after two looks, since CPU use is a difference.
-fn watch(command: &Top, place: &Place) -> Result<(), CliError> {
+/// Prints tables. The first one comes after two samples, since CPU use is a difference.
+fn watch(command: &TopArgs, place: &RecordSource) -> Result<(), CliError> {
     let clear = if !command.once && io::stdout().is_terminal() { CLEAR } else { "" };
-    let mut before: Option<Look> = None;
+    let mut before: Option<TopSample> = None;
     loop {
-        let text = match Look::take(place) {
+        let text = match TopSample::take(place) {
             Ok(look) => {
                 let text = before.as_ref().map(|before| frame(command, before, &look));
                 before = Some(look);
                 text
             }
-            // A process is started anew; what it counted begins anew too.
+            // A process was restarted, so its counts start from zero.
             Err(CliError::Refused(problem)) if !command.once && problem.code == Code(510).to_string() => {
                 before = None;
                 (!command.format.json).then(|| format!("{problem}\n"))
@@ -110,11 +112,11 @@ fn watch(command: &Top, place: &Place) -> Result<(), CliError> {
     }
 }
 
-impl Look {
-    fn take(place: &Place) -> Result<Self, CliError> {
-        let instances = instance::read(instance::ask(place)?)?.instances;
+impl TopSample {
+    fn take(place: &RecordSource) -> Result<Self, CliError> {
+        let instances = instance::parse_instances(instance::fetch_instances(place)?)?.instances;
         let requests = read(output::ask_node(place, "/v1/requests")?)?;
-        let tree = cells::read(cells::ask(place)?)?;
+        let tree = cells::parse_cells(cells::fetch_cells(place)?)?;
         let is_site = |path: &str| path.matches('/').count() == 1;
         let used = tree.cells.into_iter().filter(|cell| is_site(&cell.path)).map(|cell| {
             let usage = cell.usage;
@@ -123,7 +125,8 @@ impl Look {
         Ok(Self { at: SystemClock.now(), instances, requests, used: used.collect() })
     }
 
-    /// CPU time of a site in microseconds: its instance's, where the keeper tells it, or its cell's.
+    /// Returns the CPU time of a site in microseconds: its instance's, if the keeper reports it, or
+    /// its cell's.
     fn cpu_us(&self, tenant: &str, site: &str) -> Option<u64> {
         let own = self.instances.iter().find(|instance| instance.site == site);
         let of_cell = || self.used.get(&format!("{tenant}/{site}")).map(|(cpu_us, _)| *cpu_us);
@@ -131,12 +134,12 @@ impl Look {
     }
 }
 
-fn read(answer: Value) -> Result<Requests, CliError> {
+fn read(answer: Value) -> Result<RequestsView, CliError> {
     serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the requests are of another version of nagaya: {error}")))
 }
 
-fn frame(command: &Top, before: &Look, now: &Look) -> String {
+fn frame(command: &TopArgs, before: &TopSample, now: &TopSample) -> String {
     let mut rows = rows(before, now);
     if let Some(tenant) = &command.tenant {
         rows.retain(|row| row.tenant == *tenant);
@@ -147,9 +150,9 @@ fn frame(command: &Top, before: &Look, now: &Look) -> String {
     screen(command, &rows, &now.requests.lanes)
 }
 
-/// Every site that has an instance, runs something or uses something; the busiest first.
-fn rows(before: &Look, now: &Look) -> Vec<Row> {
-    let mut rows: BTreeMap<String, Row> = BTreeMap::new();
+/// Returns every site that has an instance, runs something or uses something; the busiest first.
+fn rows(before: &TopSample, now: &TopSample) -> Vec<TopRow> {
+    let mut rows: BTreeMap<String, TopRow> = BTreeMap::new();
     for instance in &now.instances {
         let row = rows.entry(instance.site.clone()).or_default();
         row.tenant.clone_from(&instance.tenant);
@@ -168,19 +171,21 @@ fn rows(before: &Look, now: &Look) -> Vec<Row> {
     // A site's requests are counted in its lane; an application's are those that need its instance.
     for lane in now.requests.lanes.iter().filter(|lane| lane.of == "site") {
         let row = rows.entry(lane.name.clone()).or_default();
-        (row.running, row.waiting) = (lane.running, lane.waiting);
+        row.running = lane.running;
+        row.waiting = lane.waiting;
     }
     for load in &now.requests.instances {
         let row = rows.entry(load.site.clone()).or_default();
-        (row.running, row.waiting) = (load.running, load.waiting);
+        row.running = load.running;
+        row.waiting = load.waiting;
     }
     let elapsed = now.at.duration_since(before.at);
-    let mut rows: Vec<Row> = rows
+    let mut rows: Vec<TopRow> = rows
         .into_iter()
         .map(|(site, row)| {
             let was = before.cpu_us(&row.tenant, &site);
             let cpu_percent = percent(was, now.cpu_us(&row.tenant, &site), elapsed);
-            Row { site, cpu_percent, ..row }
+            TopRow { site, cpu_percent, ..row }
         })
         .collect();
     rows.sort_by(|one, other| {
@@ -194,20 +199,21 @@ fn rows(before: &Look, now: &Look) -> Vec<Row> {
     rows
 }
 
-/// Of one core. What began between the looks, or began anew, counts from nothing.
+/// Returns percent of one core. A count that started, or restarted, between the samples counts from
+/// zero.
 #[expect(clippy::cast_precision_loss, reason = "nobody sees the last of 53 bits on a screen")]
 fn percent(before: Option<u64>, now: Option<u64>, elapsed: Duration) -> f64 {
     let now = now.unwrap_or(0);
     let before = before.filter(|before| *before <= now).unwrap_or(0);
-    // A hundredth of a second's worth of microseconds is one percent.
+    // 10 ms of CPU time per second is one percent.
     (now - before) as f64 / 1e4 / elapsed.as_secs_f64().max(1e-6)
 }
 
-fn screen(command: &Top, rows: &[Row], lanes: &[Lane]) -> String {
+fn screen(command: &TopArgs, rows: &[TopRow], lanes: &[LaneView]) -> String {
     let mut out = String::new();
     let at = |tier: Tier| rows.iter().filter(|row| row.tier == Some(tier)).count();
     let tiers: Vec<_> = Tier::ALL.iter().rev().map(|tier| format!("{} {tier}", at(*tier))).collect();
-    let sum = |number: fn(&Row) -> u64| rows.iter().map(number).sum::<u64>();
+    let sum = |number: fn(&TopRow) -> u64| rows.iter().map(number).sum::<u64>();
     let cpu: f64 = rows.iter().map(|row| row.cpu_percent).sum();
     let _ = writeln!(out, "instances: {}", tiers.join(", "));
     let _ = writeln!(
@@ -225,16 +231,16 @@ fn screen(command: &Top, rows: &[Row], lanes: &[Lane]) -> String {
         );
     }
     for lane in lanes.iter().filter(|lane| lane.waiting > 0) {
-        let Lane { of, name, running, waiting, run, .. } = lane;
+        let LaneView { of, name, running, waiting, run, .. } = lane;
         let name = printable(name);
         let _ = writeln!(out, "\n{of} {name}: {waiting} requests wait, {running} of {run} run");
     }
     out
 }
 
-fn table(rows: &[Row]) -> Columns {
+fn table(rows: &[TopRow]) -> TableColumns {
     let mut columns =
-        Columns::new(&["SITE", "TENANT", "STATE", "FOR", "RUN", "WAIT", "CPU%", "MEMORY", "NOTE"]);
+        TableColumns::new(&["SITE", "TENANT", "STATE", "FOR", "RUN", "WAIT", "CPU%", "MEMORY", "NOTE"]);
     for row in rows {
         let since = row.since_seconds.map(|seconds| short_time(Duration::from_secs(seconds)));
         columns.add([
@@ -258,7 +264,7 @@ mod tests {
 
     use super::*;
 
-    fn look(at: Instant, cpu: [u64; 2], used: &[(&str, u64)]) -> Look {
+    fn look(at: Instant, cpu: [u64; 2], used: &[(&str, u64)]) -> TopSample {
         let instances = json!({ "instances": [
             { "site": "wiki", "tenant": "demo", "tier": "running", "since_seconds": 5, "cpu_us": cpu[0], "memory_bytes": 62_914_560 },
             { "site": "shop", "tenant": "demo", "tier": "frozen", "since_seconds": 90, "cpu_us": cpu[1], "note": "no image yet" },
@@ -271,9 +277,9 @@ mod tests {
             ],
         });
         let used = used.iter().map(|(path, us)| ((*path).to_owned(), (*us, Some(2_048))));
-        Look {
+        TopSample {
             at,
-            instances: instance::read(instances).unwrap().instances,
+            instances: instance::parse_instances(instances).unwrap().instances,
             requests: read(requests).unwrap(),
             used: used.collect(),
         }
@@ -284,7 +290,7 @@ mod tests {
         let begun = SystemClock.now();
         let before = look(begun, [1_000_000, 50], &[("demo/old", 0)]);
         let now = look(begun + Duration::from_secs(2), [1_500_000, 50], &[("demo/old", 2_000_000)]);
-        let command = Top { once: true, tenant: None, limit: 2, format: Format { json: false } };
+        let command = TopArgs { once: true, tenant: None, limit: 2, format: OutputFormat { json: false } };
         assert_eq!(
             frame(&command, &before, &now),
             "instances: 1 running, 0 quiet, 1 frozen, 0 reclaimed, 0 image, 0 cold\n\
@@ -295,12 +301,13 @@ mod tests {
              \n1 sites that use less are not shown: see --limit and --tenant\n\
              \nlane wiki slow: 7 requests wait, 4 of 4 run\n"
         );
-        let command = Top { tenant: Some("other".into()), format: Format { json: true }, ..command };
+        let command =
+            TopArgs { tenant: Some("other".into()), format: OutputFormat { json: true }, ..command };
         assert_eq!(frame(&command, &before, &now), "[]\n");
     }
 
     #[test]
-    fn what_began_anew_has_used_what_it_has_now() {
+    fn restarted_counter_counts_from_zero() {
         let second = Duration::from_secs(1);
         assert_eq!(percent(Some(9_000_000), Some(10_000), second), 1.0);
         assert_eq!(percent(None, Some(10_000), second), 1.0);

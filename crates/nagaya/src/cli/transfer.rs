@@ -1,48 +1,51 @@
-//! `nagaya site|tenant import` and `export`: all records as JSON lines. Both words do the same, because
-//! sites cannot come or go without their tenants.
+//! `nagaya site|tenant import` and `export`: all records as JSON lines. Both commands do the same,
+//! because sites need their tenants.
 //!
-//! Not here: the form of the lines (`nagaya_cmdb::store::import`).
+//! Not here: the form of the lines (`nagaya_store::import`).
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::store::Mode;
+use nagaya_store::ChangeMode;
 
-use super::output::{Access, CliError, Format, Intent, Place, print, print_json, say_unserved};
-use crate::admin::Summary;
+use super::output::{
+    AccessIntent, CliError, OutputFormat, RecordAccess, RecordSource, print, print_json, say_unserved,
+};
+use crate::admin::ChangeSummary;
 
 #[derive(Debug, clap::Args)]
-pub struct Import {
-    /// JSON lines, each {"tenant":{...}}, {"site":{...}}, {"setting":{...}} or {"rule":{...}}; '-' is standard input
+pub struct ImportArgs {
+    /// JSON lines, each {"tenant":{...}}, {"site":{...}}, {"setting":{...}} or {"rule":{...}}; '-'
+    /// is standard input
     pub file: PathBuf,
     /// Remove every tenant, site, setting and rule that the file does not name
     #[arg(long)]
     pub replace: bool,
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
 #[derive(Debug, clap::Args)]
-pub struct Export {
+pub struct ExportArgs {
     /// Write to this file instead of standard output
     #[arg(long, short)]
     pub output: Option<PathBuf>,
     /// The form is JSON lines with or without this
     #[command(flatten)]
-    pub format: Format,
+    pub format: OutputFormat,
 }
 
-pub fn import(command: &Import, place: &Place) -> Result<(), CliError> {
+pub fn import(command: &ImportArgs, place: &RecordSource) -> Result<(), CliError> {
     let source: Box<dyn Read + Send> = if command.file == Path::new("-") {
         Box::new(io::stdin())
     } else {
         Box::new(File::open(&command.file).map_err(|error| io_error(&command.file, error))?)
     };
-    let mode = if command.replace { Mode::Replace } else { Mode::Merge };
-    let summary = match Access::open(place, Intent::Change)? {
-        Access::Node(client) => client.import(source, mode)?,
-        Access::File(api) => api.import(BufReader::new(source), mode).map_err(CliError::Refused)?,
+    let mode = if command.replace { ChangeMode::Replace } else { ChangeMode::Merge };
+    let summary = match RecordAccess::open(place, AccessIntent::Change)? {
+        RecordAccess::Node(client) => client.import(source, mode)?,
+        RecordAccess::File(api) => api.import(BufReader::new(source), mode).map_err(CliError::Refused)?,
     };
     say_unserved(summary.served);
     if command.format.json {
@@ -51,9 +54,9 @@ pub fn import(command: &Import, place: &Place) -> Result<(), CliError> {
     print(&describe(&summary))
 }
 
-/// A file appears under its name only when it is whole, and never in place of a better one.
-pub fn export(command: &Export, place: &Place) -> Result<(), CliError> {
-    let access = Access::open(place, Intent::Look)?;
+/// Exports to a file. It gets its name only when it is complete, and never replaces a better one.
+pub fn export(command: &ExportArgs, place: &RecordSource) -> Result<(), CliError> {
+    let access = RecordAccess::open(place, AccessIntent::Look)?;
     let Some(path) = &command.output else {
         return write_all(&access, &mut BufWriter::new(io::stdout().lock()));
     };
@@ -66,22 +69,22 @@ pub fn export(command: &Export, place: &Place) -> Result<(), CliError> {
         .and_then(|()| out.get_ref().sync_all().map_err(|error| io_error(&draft, error)))
         .and_then(|()| std::fs::rename(&draft, path).map_err(|error| io_error(path, error)));
     if done.is_err() {
-        // The first error is the one to tell.
+        // The first error is the one to report.
         let _ = std::fs::remove_file(&draft);
     }
     done
 }
 
-fn write_all(access: &Access, out: &mut impl Write) -> Result<(), CliError> {
+fn write_all(access: &RecordAccess, out: &mut impl Write) -> Result<(), CliError> {
     match access {
-        Access::Node(client) => client.export(out)?,
-        Access::File(api) => drop(api.export(out)?),
+        RecordAccess::Node(client) => client.export(out)?,
+        RecordAccess::File(api) => drop(api.export(out)?),
     }
     out.flush().map_err(CliError::Output)
 }
 
-fn describe(summary: &Summary) -> String {
-    let Summary {
+fn describe(summary: &ChangeSummary) -> String {
+    let ChangeSummary {
         revision,
         tenants_put,
         tenants_removed,

@@ -1,6 +1,7 @@
 //! The configuration of the node: one file, one table of keys, all mistakes at once.
 //!
-//! Not here: tenants and sites (`cmdb`), what the settings mean to a process (its own `Options`).
+//! Not here: tenants and sites (`records`), the meaning of settings to a process (its own
+//! `Options`).
 
 pub mod mistake;
 mod read;
@@ -12,34 +13,34 @@ mod value;
 
 use std::path::{Path, PathBuf};
 
-pub use mistake::{Mistake, Severity};
+pub use mistake::{ConfigMistake, MistakeSeverity};
 pub use reference::{dump, reference};
 pub use rule_files::check_rules;
-pub use settings::Settings;
+pub use settings::NodeSettings;
 
-use self::mistake::{FILE_LEN_MAX, Problem, UNREADABLE};
+use self::mistake::{ConfigProblem, FILE_LEN_MAX, UNREADABLE};
 
-/// Settings with where they came from.
+/// Settings and their source.
 #[derive(Debug, Clone)]
-pub struct Loaded {
-    pub settings: Settings,
-    /// None: there is no file, and none was asked for.
+pub struct LoadedConfig {
+    pub settings: NodeSettings,
+    /// `None` if there is no file, and none was named.
     pub file: Option<PathBuf>,
 }
 
 /// Reads and checks the file named on the command line, or the default one if it exists.
-pub fn load(named: Option<&Path>) -> Result<Loaded, Vec<Mistake>> {
+pub fn load(named: Option<&Path>) -> Result<LoadedConfig, Vec<ConfigMistake>> {
     let file = named.unwrap_or(Path::new(settings::DEFAULT_FILE));
     if named.is_none() && !file.exists() {
-        return Ok(Loaded { settings: Settings::default(), file: None });
+        return Ok(LoadedConfig { settings: NodeSettings::default(), file: None });
     }
-    let text = read_text(file).map_err(|problem| vec![Mistake::whole(file, problem)])?;
+    let text = read_text(file).map_err(|problem| vec![ConfigMistake::whole(file, problem)])?;
     let (settings, mistakes) = read::read(file, &text);
-    if mistakes.is_empty() { Ok(Loaded { settings, file: Some(file.into()) }) } else { Err(mistakes) }
+    if mistakes.is_empty() { Ok(LoadedConfig { settings, file: Some(file.into()) }) } else { Err(mistakes) }
 }
 
-fn read_text(file: &Path) -> Result<String, Problem> {
-    let unreadable = |what: String, hint: &str| Problem::new(UNREADABLE, what, hint.into());
+fn read_text(file: &Path) -> Result<String, ConfigProblem> {
+    let unreadable = |what: String, hint: &str| ConfigProblem::new(UNREADABLE, what, hint.into());
     let meta = std::fs::metadata(file).map_err(|error| {
         unreadable(format!("cannot be read: {error}"), "create it, or give another one with --config")
     })?;

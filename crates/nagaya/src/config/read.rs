@@ -1,6 +1,6 @@
-//! From the text of `nagaya.toml` to settings, with every mistake found in one pass.
+//! Reads settings from the text of `nagaya.toml`, and finds every mistake in one pass.
 //!
-//! Not here: what keys exist (`schema`), what a single value may be (`value`).
+//! Not here: the existing keys (`schema`), the check of a single value (`value`).
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,18 +9,24 @@ use nagaya_rules::RuleFile;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::mistake::{self, CONFLICT, Mistake, Problem, SYNTAX, UNKNOWN, WRONG_TYPE};
-use super::schema::{ARRAYS, Array, Key, LISTEN, RENAMED, RULES, SECTIONS, Section};
-use super::settings::{Listen, Settings, SystemIds};
+use super::mistake::{self, CONFLICT, ConfigMistake, ConfigProblem, SYNTAX, UNKNOWN, WRONG_TYPE};
+use super::schema::{ARRAYS, ArrayRow, KeyRow, LISTEN, RENAMED, RULES, SECTIONS, SectionRow};
+use super::settings::{ListenSettings, NodeSettings, SystemIds};
 use crate::tenant_ids::{gid_of, uid_of};
 
-/// The settings in `text`, and all that is wrong with it. With mistakes, the settings hold what was right.
-pub fn read(file: &Path, text: &str) -> (Settings, Vec<Mistake>) {
+/// Returns the settings in `text`, and all mistakes. With mistakes, the settings hold the correct
+/// values.
+pub fn read(file: &Path, text: &str) -> (NodeSettings, Vec<ConfigMistake>) {
     let (document, errors) = DeTable::parse_recoverable(text);
-    let mut reader =
-        Reader { file, text, settings: Settings::default(), places: Places::default(), mistakes: Vec::new() };
+    let mut reader = ConfigReader {
+        file,
+        text,
+        settings: NodeSettings::default(),
+        places: KeyPlaces::default(),
+        mistakes: Vec::new(),
+    };
     for error in errors {
-        let problem = Problem::new(SYNTAX, error.message().to_owned(), "correct the TOML here".into());
+        let problem = ConfigProblem::new(SYNTAX, error.message().to_owned(), "correct the TOML here".into());
         reader.note(error.span().unwrap_or(0..0), problem);
     }
     reader.table("", document.get_ref());
@@ -29,9 +35,9 @@ pub fn read(file: &Path, text: &str) -> (Settings, Vec<Mistake>) {
     (reader.settings, reader.mistakes)
 }
 
-/// Where in the file the settings stood that are checked against others.
+/// Positions in the file of settings that are checked against others.
 #[derive(Default)]
-struct Places {
+struct KeyPlaces {
     listen: Vec<Range<usize>>,
     rules: Vec<Range<usize>>,
     user: Option<Range<usize>>,
@@ -43,21 +49,21 @@ struct Places {
     roles: Vec<(String, Range<usize>)>,
 }
 
-struct Reader<'a> {
+struct ConfigReader<'a> {
     file: &'a Path,
     text: &'a str,
-    settings: Settings,
-    places: Places,
-    mistakes: Vec<Mistake>,
+    settings: NodeSettings,
+    places: KeyPlaces,
+    mistakes: Vec<ConfigMistake>,
 }
 
-impl Reader<'_> {
-    fn note(&mut self, span: Range<usize>, problem: Problem) {
-        self.mistakes.push(Mistake::at(self.file, self.text, span.start, problem));
+impl ConfigReader<'_> {
+    fn note(&mut self, span: Range<usize>, problem: ConfigProblem) {
+        self.mistakes.push(ConfigMistake::at(self.file, self.text, span.start, problem));
     }
 
     fn line(&self, place: &Range<usize>) -> usize {
-        Mistake::at(self.file, self.text, place.start, conflict("", "")).line
+        ConfigMistake::at(self.file, self.text, place.start, conflict("", "")).line
     }
 
     fn table(&mut self, path: &str, table: &DeTable<'_>) {
@@ -80,7 +86,7 @@ impl Reader<'_> {
                     other => {
                         let what = format!("'{full}' is a table, not a value of type {}", other.type_str());
                         let hint = format!("write [{full}] and its keys on the lines below");
-                        self.note(value.span(), Problem::new(WRONG_TYPE, what, hint));
+                        self.note(value.span(), ConfigProblem::new(WRONG_TYPE, what, hint));
                     }
                 }
             } else {
@@ -90,7 +96,7 @@ impl Reader<'_> {
         }
     }
 
-    fn key(&mut self, full: &str, key: &Key<Settings>, value: &Spanned<DeValue<'_>>) {
+    fn key(&mut self, full: &str, key: &KeyRow<NodeSettings>, value: &Spanned<DeValue<'_>>) {
         match key.kind.check(value.get_ref()) {
             Ok(checked) => {
                 (key.set)(&mut self.settings, checked);
@@ -113,11 +119,11 @@ impl Reader<'_> {
         }
     }
 
-    /// The entries of an array of tables that have no mistake, each with the place where others of it are reported.
-    /// None: it is no array of tables.
+    /// Returns the entries of an array of tables without mistakes, each with the position for later
+    /// mistakes. `None` if it is not an array of tables.
     fn entries<T>(
         &mut self,
-        array: &Array<T>,
+        array: &ArrayRow<T>,
         value: &Spanned<DeValue<'_>>,
     ) -> Option<Vec<(T, Range<usize>)>> {
         let tables = value.get_ref().as_array().filter(|list| list.iter().all(|e| e.get_ref().is_table()));
@@ -125,7 +131,7 @@ impl Reader<'_> {
             let what = format!("'{}' is a list of tables", array.path);
             let lines: Vec<_> = array.required.iter().map(|(_, line)| *line).collect();
             let hint = format!("write [[{}]] with {} below it", array.path, lines.join(" and "));
-            self.note(value.span(), Problem::new(WRONG_TYPE, what, hint));
+            self.note(value.span(), ConfigProblem::new(WRONG_TYPE, what, hint));
             return None;
         };
         if tables.len() > array.entries_max {
@@ -147,7 +153,7 @@ impl Reader<'_> {
 
     fn entry<T>(
         &mut self,
-        array: &Array<T>,
+        array: &ArrayRow<T>,
         span: Range<usize>,
         table: &DeTable<'_>,
     ) -> Option<(T, Range<usize>)> {
@@ -182,12 +188,13 @@ impl Reader<'_> {
         place.filter(|_| is_whole).map(|place| (read, place))
     }
 
-    /// What no single key can show.
+    /// Checks settings against each other.
     fn cross_check(&mut self) {
         let listen = self.settings.listen.clone();
         for (at, (entry, place)) in listen.iter().zip(self.places.listen.clone()).enumerate() {
-            // For port 0 the kernel chooses, each time another one.
-            let is_same = |other: &Listen| other.address == entry.address && entry.address.port() != 0;
+            // For port 0 the kernel chooses another port each time.
+            let is_same =
+                |other: &ListenSettings| other.address == entry.address && entry.address.port() != 0;
             if let Some(before) = listen[..at].iter().position(is_same) {
                 let line = self.line(&self.places.listen[before]);
                 let what = format!("{} is listened on twice", entry.address);
@@ -217,7 +224,7 @@ impl Reader<'_> {
         self.check_accounts();
     }
 
-    fn check_proxies(&mut self, entry: &Listen, place: Range<usize>) {
+    fn check_proxies(&mut self, entry: &ListenSettings, place: Range<usize>) {
         let nobody_named = entry.proxy_protocol_from.is_empty();
         if entry.proxy_protocol && nobody_named && self.settings.edge.trusted_proxies.is_empty() {
             let what =
@@ -243,7 +250,7 @@ impl Reader<'_> {
                     let hint = format!(
                         "create it: useradd --system --no-create-home --shell /usr/sbin/nologin {user}"
                     );
-                    self.note(place, Problem::new(mistake::ACCOUNT, what, hint));
+                    self.note(place, ConfigProblem::new(mistake::ACCOUNT, what, hint));
                 }
             }
         }
@@ -254,7 +261,7 @@ impl Reader<'_> {
             let what = format!("admin.group: there is no group '{group}' on this machine");
             self.note(
                 place,
-                Problem::new(mistake::ACCOUNT, what, format!("create it: groupadd --system {group}")),
+                ConfigProblem::new(mistake::ACCOUNT, what, format!("create it: groupadd --system {group}")),
             );
         }
         self.check_roles();
@@ -276,35 +283,42 @@ impl Reader<'_> {
                 let (kind, bare) = name.strip_prefix('@').map_or(("user", &**name), |group| ("group", group));
                 let what = format!("{key}: there is no {kind} '{bare}' on this machine");
                 let hint = "remove it, create it, or write its number; a group has @ in front".to_owned();
-                self.note(place.clone(), Problem::new(mistake::ACCOUNT, what, hint));
+                self.note(place.clone(), ConfigProblem::new(mistake::ACCOUNT, what, hint));
             }
         }
     }
 
     fn check_system_ids(&mut self) {
         let SystemIds { users, groups } = self.settings.system_ids.clone();
-        let (of_users, of_groups) = (self.places.system_users.clone(), self.places.system_groups.clone());
+        let of_users = self.places.system_users.clone();
+        let of_groups = self.places.system_groups.clone();
         let users = users.iter().filter(|name| uid_of(name).is_none()).map(|name| ("user", name, &of_users));
         let groups =
             groups.iter().filter(|name| gid_of(name).is_none()).map(|name| ("group", name, &of_groups));
         for (kind, name, place) in users.chain(groups) {
             let what = format!("tenants.system_{kind}s: there is no {kind} '{name}' on this machine");
             let hint = "remove it, or write its number".to_owned();
-            self.note(place.clone().unwrap_or_default(), Problem::new(mistake::ACCOUNT, what, hint));
+            self.note(place.clone().unwrap_or_default(), ConfigProblem::new(mistake::ACCOUNT, what, hint));
         }
     }
 }
 
-fn conflict(what: &str, hint: &str) -> Problem {
-    Problem::new(CONFLICT, what.into(), hint.into())
+fn conflict(what: &str, hint: &str) -> ConfigProblem {
+    ConfigProblem::new(CONFLICT, what.into(), hint.into())
 }
 
 fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }
 
-/// A key or table nobody knows, with the one that was probably meant: spelt alike here, or of this name elsewhere.
-fn unknown<'k>(path: &str, name: &str, value: &DeValue<'_>, keys: impl Iterator<Item = &'k str>) -> Problem {
+/// Reports an unknown key or table, with the one that was probably meant. That is a similar name
+/// here, or the same name elsewhere.
+fn unknown<'k>(
+    path: &str,
+    name: &str,
+    value: &DeValue<'_>,
+    keys: impl Iterator<Item = &'k str>,
+) -> ConfigProblem {
     let what = match (path, value) {
         ("", DeValue::Table(_)) => format!("unknown section [{name}]"),
         ("", _) => format!("unknown key '{name}'"),
@@ -327,11 +341,11 @@ fn unknown<'k>(path: &str, name: &str, value: &DeValue<'_>, keys: impl Iterator<
     } else {
         "`nagaya config reference` lists all keys".into()
     };
-    Problem::new(UNKNOWN, what, hint)
+    ConfigProblem::new(UNKNOWN, what, hint)
 }
 
-/// The name by which a section is reached from `path`, if it lies right below it.
-fn section_below(path: &str, section: &Section) -> Option<&'static str> {
+/// Returns the name by which a section is reached from `path`, if it is directly below it.
+fn section_below(path: &str, section: &SectionRow) -> Option<&'static str> {
     let rest =
         if path.is_empty() { section.path } else { section.path.strip_prefix(path)?.strip_prefix('.')? };
     (!rest.is_empty() && !rest.contains('.')).then_some(rest)

@@ -1,23 +1,23 @@
-//! The configuration printed: the reference page, and the settings that hold now.
+//! Prints the configuration: the reference page, and the present settings.
 //!
 //! Not here: the texts (`schema`).
 
 use std::fmt::Write as _;
 
-use super::schema::{Array, Key, LISTEN, RULES, SECTIONS};
-use super::settings::Settings;
-use super::value::Value;
+use super::schema::{ArrayRow, KeyRow, LISTEN, RULES, SECTIONS};
+use super::settings::NodeSettings;
+use super::value::ConfigValue;
 
 const HEAD: &str = "# Configuration
 
 <!-- Generated from crates/nagaya/src/config/schema.rs by `./dev docs`. Edits here are overwritten. -->
 
 `nagaya.toml` (`/etc/nagaya/nagaya.toml`, or the file named by `--config`) holds the settings of one node. Every
-key has a default, and no file at all is a valid one. Tenants and sites are not configured here but with
+key has a default, so a node needs no file. Tenants and sites are not configured here but with
 `nagaya tenant` and `nagaya site`; changes to them are live at once.
 
 - `nagaya check-config` reports every mistake with its line and a hint, in this file and in the rule files it names.
-- `nagaya config dump` prints the settings that hold, defaults included.
+- `nagaya config dump` prints the settings in effect, defaults included.
 - `SIGHUP` (`systemctl reload nagaya`) reads the file again. With mistakes in it, the old settings stay.
 
 Sizes are written like `\"64KiB\"` (B, KiB, MiB, GiB, TiB), durations like `\"250ms\"`, `\"10s\"`, `\"5m\"` (ms, s, m, h,
@@ -49,10 +49,10 @@ allow = [\"127.0.0.0/8\", \"::1\"]
 ```
 ";
 
-/// `docs/configuration.md`.
+/// Returns `docs/configuration.md`.
 pub fn reference() -> String {
     let mut out = HEAD.to_owned();
-    let defaults = Settings::default();
+    let defaults = NodeSettings::default();
     for section in SECTIONS {
         let title =
             if section.path.is_empty() { "Top of the file".into() } else { format!("`[{}]`", section.path) };
@@ -67,17 +67,17 @@ pub fn reference() -> String {
     out
 }
 
-fn array<T>(out: &mut String, array: &Array<T>) {
+fn array<T>(out: &mut String, array: &ArrayRow<T>) {
     let title = format!("`[[{}]]`", array.path);
     table(out, &title, array.doc, array.keys, array.required, &(array.blank)());
 }
 
-/// `required`: keys that have no default.
+/// Writes one table. `required` are the keys that have no default.
 fn table<T>(
     out: &mut String,
     title: &str,
     doc: &str,
-    keys: &[Key<T>],
+    keys: &[KeyRow<T>],
     required: &[(&str, &str)],
     defaults: &T,
 ) {
@@ -89,15 +89,15 @@ fn table<T>(
             if range.is_empty() { key.kind.noun().into() } else { format!("{}: {range}", key.kind.noun()) };
         let default = match (key.get)(defaults) {
             _ if required.iter().any(|(name, _)| *name == key.name) => "required".to_owned(),
-            Value::Unset => key.unset.to_owned(),
+            ConfigValue::Unset => key.unset.to_owned(),
             value => format!("`{}`", key.kind.print(&value)),
         };
         let _ = writeln!(out, "| `{}` | {takes} | {default} | {} | {} |", key.name, key.since, key.doc);
     }
 }
 
-/// The settings that hold, as a file that says the same.
-pub fn dump(settings: &Settings) -> String {
+/// Returns the present settings as an equivalent file.
+pub fn dump(settings: &NodeSettings) -> String {
     let mut out = String::new();
     for section in SECTIONS {
         if !section.path.is_empty() {
@@ -110,17 +110,17 @@ pub fn dump(settings: &Settings) -> String {
     out
 }
 
-fn entries<T>(out: &mut String, array: &Array<T>, entries: &[T]) {
+fn entries<T>(out: &mut String, array: &ArrayRow<T>, entries: &[T]) {
     for entry in entries {
         let _ = writeln!(out, "\n[[{}]]", array.path);
         lines(out, array.keys, entry);
     }
 }
 
-fn lines<T>(out: &mut String, keys: &[Key<T>], holder: &T) {
+fn lines<T>(out: &mut String, keys: &[KeyRow<T>], holder: &T) {
     for key in keys {
         let _ = match (key.get)(holder) {
-            Value::Unset => writeln!(out, "# {} is not set: {}", key.name, key.unset),
+            ConfigValue::Unset => writeln!(out, "# {} is not set: {}", key.name, key.unset),
             value => writeln!(out, "{} = {}", key.name, key.kind.print(&value)),
         };
     }

@@ -1,4 +1,4 @@
-//! What is wrong with the rule files that a configuration names, found before a request meets it.
+//! Checks the rule files that a configuration names, before a request needs them.
 //!
 //! Not here: compiling them (`rule_check`), the keys that name them (`schema`).
 
@@ -6,13 +6,14 @@ use std::path::PathBuf;
 
 use nagaya_rules::{FaultKind, RULE_FILES_MAX, RuleFault, RuleFile};
 
-use super::mistake::{Mistake, Severity};
-use super::settings::Settings;
+use super::mistake::{ConfigMistake, MistakeSeverity};
+use super::settings::NodeSettings;
 use crate::rule_check;
 
-/// Reads every rule file with the rights of the caller, and has it compiled by a process without any. A missing one is a warning: it may come later, and is in
-/// force then. A rule of the store was compiled before it was stored; whether it is there is known where the node runs.
-pub fn check_rules(settings: &Settings) -> Vec<Mistake> {
+/// Reads every rule file with the rights of the caller. A process without any rights compiles it. A
+/// missing file is a warning: it may come later, and takes effect then. A rule of the store was
+/// compiled before it was stored. Only the running node knows whether it exists.
+pub fn check_rules(settings: &NodeSettings) -> Vec<ConfigMistake> {
     let is_file = |rule: &&RuleFile| settings.stored_rule(rule).is_none();
     let files = settings.edge.rules.iter().take(RULE_FILES_MAX).filter(is_file);
     let broken = files.filter_map(|rule| check_file(rule).err()).map(mistake);
@@ -25,12 +26,12 @@ fn check_file(rule: &RuleFile) -> Result<(), RuleFault> {
     rule_check::check(&text, &rule.path.to_string_lossy())
 }
 
-/// A rule of the store that the running node has not got.
-fn missing(settings: &Settings, rule: &RuleFile) -> Option<Mistake> {
+/// Returns the warning for a rule of the store that the running node does not have.
+fn missing(settings: &NodeSettings, rule: &RuleFile) -> Option<ConfigMistake> {
     let is_there = settings.stored_rule(rule)?.try_exists();
     let is_missing = settings.rules_dir().is_dir() && matches!(is_there, Ok(false));
-    is_missing.then(|| Mistake {
-        severity: Severity::Warning,
+    is_missing.then(|| ConfigMistake {
+        severity: MistakeSeverity::Warning,
         code: FaultKind::Unreadable.code().to_string(),
         file: rule.path.clone(),
         line: 0,
@@ -40,14 +41,17 @@ fn missing(settings: &Settings, rule: &RuleFile) -> Option<Mistake> {
     })
 }
 
-fn mistake(fault: RuleFault) -> Mistake {
+fn mistake(fault: RuleFault) -> ConfigMistake {
     let (severity, hint) = match fault.kind {
         FaultKind::Unreadable => {
-            (Severity::Warning, "requests meet no rule of this file until it is there and can be read")
+            (MistakeSeverity::Warning, "requests meet no rule of this file until it is there and can be read")
         }
-        _ => (Severity::Error, "correct the rule; a running node takes the file as soon as it has changed"),
+        _ => (
+            MistakeSeverity::Error,
+            "correct the rule; a running node takes the file as soon as it has changed",
+        ),
     };
-    Mistake {
+    ConfigMistake {
         severity,
         code: fault.kind.code().to_string(),
         file: PathBuf::from(&*fault.file),

@@ -3,16 +3,16 @@
 
 use std::path::Path;
 
-use nagaya_rules::{OnError, Phase, RuleFile};
+use nagaya_rules::{OnError, RuleFile, RulePhase};
 
-use super::mistake::{Mistake, Severity};
+use super::mistake::{ConfigMistake, MistakeSeverity};
 use super::read::read;
 use super::schema::{LISTEN, SECTIONS};
-use super::settings::Settings;
-use super::value::{Kind, Value};
+use super::settings::NodeSettings;
+use super::value::{ConfigValue, ValueKind};
 use super::{dump, reference};
 
-fn mistakes(text: &str) -> Vec<Mistake> {
+fn mistakes(text: &str) -> Vec<ConfigMistake> {
     read(Path::new("nagaya.toml"), text).1
 }
 
@@ -25,7 +25,18 @@ fn places(text: &str) -> Vec<String> {
 fn an_empty_file_is_the_default() {
     let (settings, mistakes) = read(Path::new("nagaya.toml"), "");
     assert_eq!(mistakes, []);
-    assert_eq!(dump(&settings), dump(&Settings::default()));
+    assert_eq!(dump(&settings), dump(&NodeSettings::default()));
+}
+
+#[test]
+fn the_null_device_is_no_access_log() {
+    let of = |path: &str| {
+        let (settings, mistakes) = read(Path::new("nagaya.toml"), &format!("[log]\naccess = {path:?}"));
+        assert_eq!(mistakes, []);
+        (settings.edge_options().log.access, settings.access_log_dir().map(Path::to_owned))
+    };
+    assert_eq!(of("/dev/null"), (None, None));
+    assert_eq!(of("/var/log/a.log"), (Some("/var/log/a.log".into()), Some("/var/log".into())));
 }
 
 #[test]
@@ -151,8 +162,8 @@ fn rules_are_read_in_order_and_each_once() {
         ]
     );
     let rules = &settings.edge.rules;
-    assert_eq!((rules[0].phase, rules[0].cache), (Phase::Fixups, true));
-    assert_eq!((rules[1].phase, rules[1].on_error), (Phase::AccessChecker, OnError::Refuse));
+    assert_eq!((rules[0].phase, rules[0].cache), (RulePhase::Fixups, true));
+    assert_eq!((rules[1].phase, rules[1].on_error), (RulePhase::AccessChecker, OnError::Refuse));
     assert_eq!(settings.edge.rule_limits.memory, 2 << 20);
     assert_eq!(settings.edge.receipts.allow, ["::1"]);
 }
@@ -172,13 +183,17 @@ fn a_rule_of_the_store_stands_in_the_place_of_a_file() {
 #[test]
 fn a_rule_that_the_running_node_has_not_got_is_a_warning() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = Settings { runtime_dir: dir.path().into(), ..Settings::default() };
-    let (path, phase) = ("store:a".into(), Phase::Fixups);
+    let mut settings = NodeSettings { runtime_dir: dir.path().into(), ..NodeSettings::default() };
+    let path = "store:a".into();
+    let phase = RulePhase::Fixups;
     settings.edge.rules.push(RuleFile { phase, path, cache: false, on_error: OnError::Pass });
     assert_eq!(super::check_rules(&settings).len(), 0, "no node runs");
     std::fs::create_dir(settings.rules_dir()).unwrap();
     let found = super::check_rules(&settings);
-    assert_eq!((found[0].severity, found[0].file.as_path()), (Severity::Warning, Path::new("store:a")));
+    assert_eq!(
+        (found[0].severity, found[0].file.as_path()),
+        (MistakeSeverity::Warning, Path::new("store:a"))
+    );
     std::fs::write(settings.rules_dir().join("a.rb"), "").unwrap();
     assert_eq!(super::check_rules(&settings).len(), 0);
 }
@@ -188,11 +203,11 @@ fn rule_files_are_compiled_when_the_configuration_is_checked() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("good.rb"), "x = 1\n").unwrap();
     std::fs::write(dir.path().join("bad.rb"), "x = 1\nif x ==\nend\n").unwrap();
-    let mut settings = Settings::default();
+    let mut settings = NodeSettings::default();
     for name in ["good.rb", "bad.rb", "missing.rb"] {
         let path = dir.path().join(name);
         settings.edge.rules.push(RuleFile {
-            phase: Phase::AccessChecker,
+            phase: RulePhase::AccessChecker,
             path,
             cache: false,
             on_error: OnError::Pass,
@@ -203,8 +218,10 @@ fn rule_files_are_compiled_when_the_configuration_is_checked() {
         .iter()
         .map(|m| (m.file.file_name().unwrap().to_str().unwrap(), m.line, m.code.as_str(), m.severity))
         .collect();
-    let expected =
-        [("bad.rb", 3, "NGY0602", Severity::Error), ("missing.rb", 0, "NGY0601", Severity::Warning)];
+    let expected = [
+        ("bad.rb", 3, "NGY0602", MistakeSeverity::Error),
+        ("missing.rb", 0, "NGY0601", MistakeSeverity::Warning),
+    ];
     assert_eq!(places, expected);
     assert!(found[0].to_string().contains("bad.rb:3: "), "{}", found[0]);
     assert!(found[1].to_string().contains("missing.rb: warning: "), "{}", found[1]);
@@ -224,24 +241,33 @@ fn columns_count_characters_and_not_bytes() {
 }
 
 #[test]
-fn every_key_holds_the_ends_of_its_range_and_reads_back_what_it_prints() {
+fn every_key_holds_its_range_and_reads_back_what_it_prints() {
     for section in SECTIONS {
         for key in section.keys {
             assert!(key.doc.ends_with('.'), "{}: the reference prints whole sentences", key.name);
-            let defaults = Settings::default();
+            let defaults = NodeSettings::default();
             let values = match key.kind {
-                Kind::Count { min, max } | Kind::Size { min, max } | Kind::Time { min, max } => {
-                    vec![Value::Number(min), Value::Number(max)]
+                ValueKind::Count { min, max }
+                | ValueKind::Size { min, max }
+                | ValueKind::Time { min, max } => {
+                    vec![ConfigValue::Number(min), ConfigValue::Number(max)]
                 }
-                Kind::Flag => vec![Value::Flag(true), Value::Flag(false)],
-                Kind::Choice(words) => words.iter().map(|word| Value::Text((*word).into())).collect(),
-                Kind::Accounts => vec![Value::Texts(vec!["root".into(), "33".into()])],
-                Kind::Ports => vec![Value::Texts(vec!["1".into(), "65535".into()]), Value::Texts(Vec::new())],
-                Kind::Networks => vec![Value::Texts(vec!["10.0.0.0/8".into(), "::1".into()])],
-                _ => vec![Value::Text("/a \"quoted\" path".into())],
+                ValueKind::Flag => vec![ConfigValue::Flag(true), ConfigValue::Flag(false)],
+                ValueKind::Choice(words) => {
+                    words.iter().map(|word| ConfigValue::Text((*word).into())).collect()
+                }
+                ValueKind::Accounts => vec![ConfigValue::Texts(vec!["root".into(), "33".into()])],
+                ValueKind::Ports => {
+                    vec![ConfigValue::Texts(vec!["1".into(), "65535".into()]), ConfigValue::Texts(Vec::new())]
+                }
+                ValueKind::Networks => vec![ConfigValue::Texts(vec!["10.0.0.0/8".into(), "::1".into()])],
+                ValueKind::Address => {
+                    vec![ConfigValue::Text("127.0.0.1:1".into()), ConfigValue::Text("[::1]:65535".into())]
+                }
+                _ => vec![ConfigValue::Text("/a \"quoted\" path".into())],
             };
             for value in values.into_iter().chain([(key.get)(&defaults)]) {
-                if value == Value::Unset {
+                if value == ConfigValue::Unset {
                     assert!(
                         !key.unset.is_empty(),
                         "{}: the reference must say what holds while it is unset",
@@ -249,7 +275,7 @@ fn every_key_holds_the_ends_of_its_range_and_reads_back_what_it_prints() {
                     );
                     continue;
                 }
-                let mut settings = Settings::default();
+                let mut settings = NodeSettings::default();
                 (key.set)(&mut settings, value.clone());
                 assert_eq!((key.get)(&settings), value, "{}", key.name);
             }
@@ -259,7 +285,7 @@ fn every_key_holds_the_ends_of_its_range_and_reads_back_what_it_prints() {
 
 #[test]
 fn the_defaults_pass_their_own_checks() {
-    let text = dump(&Settings::default());
+    let text = dump(&NodeSettings::default());
     let wrong: Vec<_> = mistakes(&text).into_iter().filter(|m| m.code != "NGY0106").collect();
     assert_eq!(wrong, [], "{text}");
 }

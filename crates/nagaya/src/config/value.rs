@@ -1,5 +1,5 @@
-//! The kinds of values `nagaya.toml` knows, how each is checked, and how it is printed so that it can be
-//! read back.
+//! The kinds of values in `nagaya.toml`: their checks, and their printed form, which can be read
+//! back.
 //!
 //! Not here: which keys exist (`schema`), the walk through the file (`read`).
 
@@ -8,29 +8,29 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nagaya_base::units;
-use nagaya_cmdb::RuleName;
-use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
-use nagaya_keeper::{BackEnd, HugePages, ProgramCalls, ProgramNetwork};
-use nagaya_rules::{OnError, Phase};
+use nagaya_edge::options::{AccessLogFormat as AccessFormat, ProbeKind};
+use nagaya_keeper::{CellMechanism, HugePages, ProgramCalls, ProgramNetwork};
+use nagaya_records::RuleName;
+use nagaya_rules::{OnError, RulePhase};
 use toml::de::DeValue;
 
-use super::mistake::{INVALID, PATH, Problem, WRONG_TYPE};
+use super::mistake::{ConfigProblem, INVALID, PATH, WRONG_TYPE};
 use super::settings::{LogFormat, STORED};
 
-/// Users or groups one key names.
+/// Users or groups in one key.
 const ACCOUNTS_MAX: usize = 64;
 
 const LOG_LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 
-/// Parts of this program begin so.
+/// Prefix of the names of this program's parts.
 const OWN_TARGETS: &str = "nagaya";
 
-/// What a key takes.
+/// Kind of a key's value.
 #[derive(Debug, Clone, Copy)]
-pub enum Kind {
+pub enum ValueKind {
     Text,
     /// An absolute path.
-    Path(Exists),
+    Path(PathKind),
     /// An absolute path, or `store:` and the name of a rule of the store.
     Rule,
     Flag,
@@ -51,19 +51,19 @@ pub enum Kind {
     Choice(&'static [&'static str]),
     /// `ip:port`.
     Address,
-    /// Each entry an IP address or a network like `10.0.0.0/8`.
+    /// Each entry is an IP address or a network such as `10.0.0.0/8`.
     Networks,
-    /// Each entry a user or group of the machine, by name or number. At most `ACCOUNTS_MAX`.
+    /// Each entry is a user or group of the machine, by name or number. At most `ACCOUNTS_MAX`.
     Accounts,
-    /// Each entry the number of a port.
+    /// Each entry is the number of a port.
     Ports,
     /// A `tracing` filter.
     Filter,
 }
 
-/// What must be at a path when the file is checked.
+/// File type that must be at a path when the file is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exists {
+pub enum PathKind {
     Later,
     Directory,
     File,
@@ -71,7 +71,7 @@ pub enum Exists {
 
 /// A checked value. Sizes are bytes, times milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Value {
+pub enum ConfigValue {
     Unset,
     Text(String),
     Flag(bool),
@@ -79,17 +79,17 @@ pub enum Value {
     Texts(Vec<String>),
 }
 
-impl Kind {
-    /// What stood in the file, checked; `Err` says what is wrong with it and what would do.
-    pub fn check(self, found: &DeValue<'_>) -> Result<Value, Problem> {
+impl ValueKind {
+    /// Checks a value of the file. `Err` says what is wrong with it and what would be valid.
+    pub fn check(self, found: &DeValue<'_>) -> Result<ConfigValue, ConfigProblem> {
         match self {
-            Self::Flag => found.as_bool().map(Value::Flag).ok_or_else(|| self.wrong_type(found)),
+            Self::Flag => found.as_bool().map(ConfigValue::Flag).ok_or_else(|| self.wrong_type(found)),
             Self::Count { min, max } => {
                 let number = found.as_integer().ok_or_else(|| self.wrong_type(found))?;
                 let digits = number.as_str().replace('_', "");
                 match u64::from_str_radix(&digits, number.radix()) {
-                    Ok(number) if (min..=max).contains(&number) => Ok(Value::Number(number)),
-                    _ => Err(Problem::new(
+                    Ok(number) if (min..=max).contains(&number) => Ok(ConfigValue::Number(number)),
+                    _ => Err(ConfigProblem::new(
                         INVALID,
                         format!("{number} is out of range"),
                         format!("use {min} to {max}"),
@@ -104,77 +104,79 @@ impl Kind {
                     check_network(text)?;
                     texts.push(text.to_owned());
                 }
-                Ok(Value::Texts(texts))
+                Ok(ConfigValue::Texts(texts))
             }
             Self::Accounts => {
                 let list = found.as_array().ok_or_else(|| self.wrong_type(found))?;
                 if list.len() > ACCOUNTS_MAX {
                     let what = format!("there are {} entries", list.len());
-                    return Err(Problem::new(INVALID, what, format!("use at most {ACCOUNTS_MAX}")));
+                    return Err(ConfigProblem::new(INVALID, what, format!("use at most {ACCOUNTS_MAX}")));
                 }
                 let text = |entry: &DeValue<'_>| entry.as_str().map(str::to_owned);
                 let texts = list.iter().map(|entry| text(entry.get_ref())).collect::<Option<_>>();
-                texts.map(Value::Texts).ok_or_else(|| self.wrong_type(found))
+                texts.map(ConfigValue::Texts).ok_or_else(|| self.wrong_type(found))
             }
             Self::Ports => {
                 let list = found.as_array().ok_or_else(|| self.wrong_type(found))?;
                 list.iter()
                     .map(|entry| self.check_port(entry.get_ref()))
                     .collect::<Result<_, _>>()
-                    .map(Value::Texts)
+                    .map(ConfigValue::Texts)
             }
             _ => self.check_text(found.as_str().ok_or_else(|| self.wrong_type(found))?),
         }
     }
 
-    fn check_port(self, found: &DeValue<'_>) -> Result<String, Problem> {
+    fn check_port(self, found: &DeValue<'_>) -> Result<String, ConfigProblem> {
         let number = found.as_integer().ok_or_else(|| self.wrong_type(found))?;
         match u16::from_str_radix(&number.as_str().replace('_', ""), number.radix()) {
             Ok(port) if port > 0 => Ok(port.to_string()),
-            _ => Err(Problem::new(INVALID, format!("{number} is no port"), "use 1 to 65535".into())),
+            _ => Err(ConfigProblem::new(INVALID, format!("{number} is no port"), "use 1 to 65535".into())),
         }
     }
 
-    fn check_text(self, text: &str) -> Result<Value, Problem> {
+    fn check_text(self, text: &str) -> Result<ConfigValue, ConfigProblem> {
         match self {
             Self::Size { min, max } => {
                 let bytes = units::parse_bytes(text)
-                    .map_err(|error| Problem::new(INVALID, error, format!("use {}", self.range())))?;
+                    .map_err(|error| ConfigProblem::new(INVALID, error, format!("use {}", self.range())))?;
                 self.within(bytes, min, max)
             }
             Self::Time { min, max } => {
                 let time = units::parse_duration(text)
-                    .map_err(|error| Problem::new(INVALID, error, format!("use {}", self.range())))?;
+                    .map_err(|error| ConfigProblem::new(INVALID, error, format!("use {}", self.range())))?;
                 self.within(u64::try_from(time.as_millis()).unwrap_or(u64::MAX), min, max)
             }
-            Self::Choice(words) if words.contains(&text) => Ok(Value::Text(text.into())),
+            Self::Choice(words) if words.contains(&text) => Ok(ConfigValue::Text(text.into())),
             Self::Choice(words) => {
                 let hint = super::mistake::nearest(text, words.iter().copied()).map_or_else(
                     || format!("use {}", words.join(", ")),
                     |near| format!("did you mean \"{near}\"?"),
                 );
-                Err(Problem::new(INVALID, format!("'{text}' is not one of {}", words.join(", ")), hint))
+                Err(ConfigProblem::new(INVALID, format!("'{text}' is not one of {}", words.join(", ")), hint))
             }
-            Self::Address => check_address(text).map(|address| Value::Text(address.to_string())),
+            Self::Address => check_address(text).map(|address| ConfigValue::Text(address.to_string())),
             Self::Path(exists) => check_path(text, exists),
             Self::Rule => check_rule(text),
             Self::Filter => check_log_filter(text),
-            _ if text.is_empty() => {
-                Err(Problem::new(INVALID, "it is empty".into(), "write a value, or leave the key out".into()))
-            }
-            _ => Ok(Value::Text(text.into())),
+            _ if text.is_empty() => Err(ConfigProblem::new(
+                INVALID,
+                "it is empty".into(),
+                "write a value, or leave the key out".into(),
+            )),
+            _ => Ok(ConfigValue::Text(text.into())),
         }
     }
 
-    fn within(self, number: u64, min: u64, max: u64) -> Result<Value, Problem> {
+    fn within(self, number: u64, min: u64, max: u64) -> Result<ConfigValue, ConfigProblem> {
         if (min..=max).contains(&number) {
-            return Ok(Value::Number(number));
+            return Ok(ConfigValue::Number(number));
         }
-        let shown = self.print(&Value::Number(number));
-        Err(Problem::new(INVALID, format!("{shown} is out of range"), format!("use {}", self.range())))
+        let shown = self.print(&ConfigValue::Number(number));
+        Err(ConfigProblem::new(INVALID, format!("{shown} is out of range"), format!("use {}", self.range())))
     }
 
-    fn wrong_type(self, found: &DeValue<'_>) -> Problem {
+    fn wrong_type(self, found: &DeValue<'_>) -> ConfigProblem {
         let article = if found.type_str().starts_with(['a', 'i']) { "an" } else { "a" };
         let what = format!("expected {}, found {article} {}", self.noun(), found.type_str());
         let hint = match (self, found) {
@@ -191,10 +193,10 @@ impl Kind {
             (Self::Ports, _) => "write a list of numbers: [25, 3306]".into(),
             _ => format!("write it in quotes, for example {}", self.example()),
         };
-        Problem::new(WRONG_TYPE, what, hint)
+        ConfigProblem::new(WRONG_TYPE, what, hint)
     }
 
-    /// What it is called in the reference and in messages.
+    /// Returns its name in the reference and in messages.
     pub fn noun(self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -225,7 +227,7 @@ impl Kind {
         }
     }
 
-    /// The acceptable values, as the reference prints them.
+    /// Returns the acceptable values, as the reference prints them.
     pub fn range(self) -> String {
         match self {
             Self::Count { min, max } => format!("{min} to {max}"),
@@ -234,9 +236,9 @@ impl Kind {
             }
             Self::Time { min, max } => format!("{} to {}", print_ms(min), print_ms(max)),
             Self::Choice(words) => words.join(", "),
-            Self::Path(Exists::Directory) => "an existing directory".into(),
-            Self::Path(Exists::File) => "an existing file".into(),
-            Self::Path(Exists::Later) => "absolute".into(),
+            Self::Path(PathKind::Directory) => "an existing directory".into(),
+            Self::Path(PathKind::File) => "an existing file".into(),
+            Self::Path(PathKind::Later) => "absolute".into(),
             Self::Rule => "absolute, or `store:NAME`".into(),
             Self::Address => "`ip:port` or `[ipv6]:port`".into(),
             Self::Networks => "addresses or `address/bits`".into(),
@@ -247,17 +249,17 @@ impl Kind {
         }
     }
 
-    /// The value as it is written in the file.
-    pub fn print(self, value: &Value) -> String {
+    /// Returns the value as written in the file.
+    pub fn print(self, value: &ConfigValue) -> String {
         match (self, value) {
-            (_, Value::Unset) => String::new(),
-            (Self::Size { .. }, Value::Number(bytes)) => quote(&units::format_bytes(*bytes)),
-            (Self::Time { .. }, Value::Number(ms)) => quote(&print_ms(*ms)),
-            (_, Value::Number(number)) => number.to_string(),
-            (_, Value::Flag(flag)) => flag.to_string(),
-            (_, Value::Text(text)) => quote(text),
-            (Self::Ports, Value::Texts(ports)) => format!("[{}]", ports.join(", ")),
-            (_, Value::Texts(texts)) => {
+            (_, ConfigValue::Unset) => String::new(),
+            (Self::Size { .. }, ConfigValue::Number(bytes)) => quote(&units::format_bytes(*bytes)),
+            (Self::Time { .. }, ConfigValue::Number(ms)) => quote(&print_ms(*ms)),
+            (_, ConfigValue::Number(number)) => number.to_string(),
+            (_, ConfigValue::Flag(flag)) => flag.to_string(),
+            (_, ConfigValue::Text(text)) => quote(text),
+            (Self::Ports, ConfigValue::Texts(ports)) => format!("[{}]", ports.join(", ")),
+            (_, ConfigValue::Texts(texts)) => {
                 format!("[{}]", texts.iter().map(|text| quote(text)).collect::<Vec<_>>().join(", "))
             }
         }
@@ -268,19 +270,20 @@ fn print_ms(ms: u64) -> String {
     units::format_duration(Duration::from_millis(ms))
 }
 
-/// JSON's string form is also a TOML basic string: both escape quotes, backslashes and control characters
-/// the same way.
+/// Quotes a text. JSON's string form is also a TOML basic string: both escape quotes, backslashes
+/// and control characters the same way.
 fn quote(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// A word alone is a level. The library takes any other word for the name of a program's part, all of which is shown then.
-fn check_log_filter(text: &str) -> Result<Value, Problem> {
+/// Checks a filter. A word alone must be a level. The library would take any other word for the
+/// name of a program's part, and show all of its lines.
+fn check_log_filter(text: &str) -> Result<ConfigValue, ConfigProblem> {
     const USE: &str = "use error, warn, info, debug or trace, or a list like \"info,nagaya_edge=debug\"";
     let refuse = |part: &str, why: String| {
         let near = super::mistake::nearest(part, LOG_LEVELS.into_iter());
         let hint = near.map_or_else(|| USE.to_owned(), |near| format!("did you mean \"{near}\"?"));
-        Err(Problem::new(INVALID, format!("'{part}' is not a log level{why}"), hint))
+        Err(ConfigProblem::new(INVALID, format!("'{part}' is not a log level{why}"), hint))
     };
     let is_level = |word: &str| word.parse::<tracing_subscriber::filter::LevelFilter>().is_ok();
     let stranger = text.split(',').map(str::trim).find(|part| {
@@ -291,12 +294,12 @@ fn check_log_filter(text: &str) -> Result<Value, Problem> {
         return refuse(stranger, String::new());
     }
     match text.parse::<tracing_subscriber::filter::Targets>() {
-        Ok(_) => Ok(Value::Text(text.into())),
+        Ok(_) => Ok(ConfigValue::Text(text.into())),
         Err(error) => refuse(text, format!(": {error}")),
     }
 }
 
-fn check_address(text: &str) -> Result<SocketAddr, Problem> {
+fn check_address(text: &str) -> Result<SocketAddr, ConfigProblem> {
     if let Ok(address) = text.parse() {
         return Ok(address);
     }
@@ -311,10 +314,10 @@ fn check_address(text: &str) -> Result<SocketAddr, Problem> {
         }
         _ => "use ip:port, for example \"0.0.0.0:80\" or \"[::]:443\"".into(),
     };
-    Err(Problem::new(INVALID, format!("'{text}' is not an address and port"), hint))
+    Err(ConfigProblem::new(INVALID, format!("'{text}' is not an address and port"), hint))
 }
 
-fn check_network(text: &str) -> Result<(), Problem> {
+fn check_network(text: &str) -> Result<(), ConfigProblem> {
     let (address, bits) = match text.split_once('/') {
         Some((address, bits)) => (address, Some(bits)),
         None => (text, None),
@@ -327,7 +330,7 @@ fn check_network(text: &str) -> Result<(), Problem> {
     let bits = bits.map_or(Some(0), |bits| bits.parse::<u32>().ok());
     match (bits_max, bits) {
         (Some(max), Some(bits)) if bits <= max => Ok(()),
-        _ => Err(Problem::new(
+        _ => Err(ConfigProblem::new(
             INVALID,
             format!("'{text}' is not an address or network"),
             "use \"192.0.2.1\", \"10.0.0.0/8\" or \"2001:db8::/32\"".into(),
@@ -335,38 +338,38 @@ fn check_network(text: &str) -> Result<(), Problem> {
     }
 }
 
-fn check_rule(text: &str) -> Result<Value, Problem> {
-    let Some(name) = text.strip_prefix(STORED) else { return check_path(text, Exists::Later) };
+fn check_rule(text: &str) -> Result<ConfigValue, ConfigProblem> {
+    let Some(name) = text.strip_prefix(STORED) else { return check_path(text, PathKind::Later) };
     match RuleName::new(name) {
-        Ok(_) => Ok(Value::Text(text.into())),
+        Ok(_) => Ok(ConfigValue::Text(text.into())),
         Err(error) => {
             let hint = "write the name as `nagaya rule list` shows it".into();
-            Err(Problem::new(INVALID, error.to_string(), hint))
+            Err(ConfigProblem::new(INVALID, error.to_string(), hint))
         }
     }
 }
 
-fn check_path(text: &str, exists: Exists) -> Result<Value, Problem> {
+fn check_path(text: &str, exists: PathKind) -> Result<ConfigValue, ConfigProblem> {
     let path = PathBuf::from(text);
     if !path.is_absolute() {
         let hint = "write the whole path, beginning with /".into();
-        return Err(Problem::new(INVALID, format!("'{text}' is not an absolute path"), hint));
+        return Err(ConfigProblem::new(INVALID, format!("'{text}' is not an absolute path"), hint));
     }
     let found = match exists {
-        Exists::Later => return Ok(Value::Text(text.into())),
-        Exists::Directory | Exists::File => std::fs::metadata(&path),
+        PathKind::Later => return Ok(ConfigValue::Text(text.into())),
+        PathKind::Directory | PathKind::File => std::fs::metadata(&path),
     };
     match found {
-        Ok(meta) if meta.is_dir() == (exists == Exists::Directory) => Ok(Value::Text(text.into())),
+        Ok(meta) if meta.is_dir() == (exists == PathKind::Directory) => Ok(ConfigValue::Text(text.into())),
         Ok(_) => {
-            let wanted = if exists == Exists::Directory { "directory" } else { "file" };
-            Err(Problem::new(
+            let wanted = if exists == PathKind::Directory { "directory" } else { "file" };
+            Err(ConfigProblem::new(
                 PATH,
                 format!("'{text}' is not a {wanted}"),
                 format!("give the path of a {wanted}"),
             ))
         }
-        Err(error) => Err(Problem::new(
+        Err(error) => Err(ConfigProblem::new(
             PATH,
             format!("'{text}' cannot be used: {error}"),
             "create it, or correct the path".into(),
@@ -375,100 +378,101 @@ fn check_path(text: &str, exists: Exists) -> Result<Value, Problem> {
 }
 
 /// A field of the settings that a key reads and writes.
-pub trait Field {
-    fn value(&self) -> Value;
-    /// Takes a value of the kind its key has; the schema's test assigns every key once.
-    fn assign(&mut self, value: Value);
+pub trait ConfigField {
+    fn value(&self) -> ConfigValue;
+    /// Takes a value of its key's kind; the schema's test assigns every key once.
+    fn assign(&mut self, value: ConfigValue);
 }
 
-/// The message of an `assign` that got another kind: the row in the schema is wrong, not the operator.
+/// The message of an `assign` that got another kind: the row in the schema is wrong, not the
+/// operator.
 const MISMATCH: &str = "schema.rs gives this field a kind that its type does not hold";
 
-impl Field for bool {
-    fn value(&self) -> Value {
-        Value::Flag(*self)
+impl ConfigField for bool {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Flag(*self)
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Flag(flag) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Flag(flag) = value else { panic!("{MISMATCH}") };
         *self = flag;
     }
 }
 
-impl Field for String {
-    fn value(&self) -> Value {
-        Value::Text(self.clone())
+impl ConfigField for String {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Text(self.clone())
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Text(text) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Text(text) = value else { panic!("{MISMATCH}") };
         *self = text;
     }
 }
 
-impl Field for PathBuf {
-    fn value(&self) -> Value {
-        Value::Text(self.to_string_lossy().into_owned())
+impl ConfigField for PathBuf {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Text(self.to_string_lossy().into_owned())
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Text(text) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Text(text) = value else { panic!("{MISMATCH}") };
         *self = text.into();
     }
 }
 
-impl Field for SocketAddr {
-    fn value(&self) -> Value {
-        Value::Text(self.to_string())
+impl ConfigField for SocketAddr {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Text(self.to_string())
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Text(text) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Text(text) = value else { panic!("{MISMATCH}") };
         *self = text.parse().expect("an address value was parsed once already");
     }
 }
 
-impl Field for Vec<String> {
-    fn value(&self) -> Value {
-        Value::Texts(self.clone())
+impl ConfigField for Vec<String> {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Texts(self.clone())
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Texts(texts) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Texts(texts) = value else { panic!("{MISMATCH}") };
         *self = texts;
     }
 }
 
-impl Field for Vec<u16> {
-    fn value(&self) -> Value {
-        Value::Texts(self.iter().map(u16::to_string).collect())
+impl ConfigField for Vec<u16> {
+    fn value(&self) -> ConfigValue {
+        ConfigValue::Texts(self.iter().map(u16::to_string).collect())
     }
 
-    fn assign(&mut self, value: Value) {
-        let Value::Texts(ports) = value else { panic!("{MISMATCH}") };
+    fn assign(&mut self, value: ConfigValue) {
+        let ConfigValue::Texts(ports) = value else { panic!("{MISMATCH}") };
         *self = ports.iter().map(|port| port.parse().expect("a port was parsed once already")).collect();
     }
 }
 
-impl<T: Field + Default> Field for Option<T> {
-    fn value(&self) -> Value {
-        self.as_ref().map_or(Value::Unset, Field::value)
+impl<T: ConfigField + Default> ConfigField for Option<T> {
+    fn value(&self) -> ConfigValue {
+        self.as_ref().map_or(ConfigValue::Unset, ConfigField::value)
     }
 
-    fn assign(&mut self, value: Value) {
+    fn assign(&mut self, value: ConfigValue) {
         self.insert(T::default()).assign(value);
     }
 }
 
 macro_rules! number_field {
     ($($type:ty),*) => {$(
-        impl Field for $type {
-            fn value(&self) -> Value {
-                Value::Number(u64::try_from(*self).expect("no number type here is wider than 64 bits"))
+        impl ConfigField for $type {
+            fn value(&self) -> ConfigValue {
+                ConfigValue::Number(u64::try_from(*self).expect("no number type here is wider than 64 bits"))
             }
 
-            fn assign(&mut self, value: Value) {
-                let Value::Number(number) = value else { panic!("{MISMATCH}") };
+            fn assign(&mut self, value: ConfigValue) {
+                let ConfigValue::Number(number) = value else { panic!("{MISMATCH}") };
                 *self = <$type>::try_from(number).expect("the key's range fits its field; a test assigns the ends");
             }
         }
@@ -479,14 +483,14 @@ number_field!(u32, u64, usize);
 
 macro_rules! word_field {
     ($type:ty: $($variant:ident = $word:literal),*) => {
-        impl Field for $type {
-            fn value(&self) -> Value {
-                Value::Text(match self { $(Self::$variant => $word),* }.into())
+        impl ConfigField for $type {
+            fn value(&self) -> ConfigValue {
+                ConfigValue::Text(match self { $(Self::$variant => $word),* }.into())
             }
 
-            fn assign(&mut self, value: Value) {
+            fn assign(&mut self, value: ConfigValue) {
                 match value {
-                    $(Value::Text(text) if text == $word => *self = Self::$variant,)*
+                    $(ConfigValue::Text(text) if text == $word => *self = Self::$variant,)*
                     _ => panic!("{MISMATCH}"),
                 }
             }
@@ -496,7 +500,8 @@ macro_rules! word_field {
 
 word_field!(LogFormat: Auto = "auto", Text = "text", Json = "json");
 word_field!(
-    Phase:
+    RulePhase:
+    Init = "init",
     PostReadRequest = "post_read_request",
     AccessChecker = "access_checker",
     Fixups = "fixups",
@@ -509,7 +514,7 @@ word_field!(ProgramNetwork: Own = "own", Host = "host");
 word_field!(ProgramCalls: Filtered = "filtered", All = "all");
 word_field!(AccessFormat: Extended = "extended", Combined = "combined", Json = "json");
 word_field!(
-    BackEnd: Auto = "auto",
+    CellMechanism: Auto = "auto",
     CgroupV2 = "cgroup-v2",
     CgroupV1 = "cgroup-v1",
     ProcessGroup = "process-group"

@@ -1,6 +1,8 @@
-//! Which cgroup hierarchies are mounted, and what the place allows beneath which a node would make its cells.
+//! The mounted cgroup hierarchies, and the possibilities of the place in which a node would make
+//! its cells.
 //!
-//! Only looked at: nothing is made or moved. Not here: what follows from it (`cells`), using it (`nagaya_keeper`).
+//! It only reads: nothing is made or moved. Not here: the conclusions (`cells`), using it
+//! (`nagaya_keeper`).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,23 +10,23 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::Access;
 
-/// Directories of a hierarchy whose files are looked at: what one cell can do all of its kind can.
+/// Directories of a hierarchy whose files are read: all cells of a kind have the same abilities.
 const CHILDREN_MAX: usize = 64;
 
-/// Exists where systemd is process 1 (sd_booted(3)). It gives a unit with `Delegate=yes` all controllers it has, which the
-/// cgroup of the operator's shell does not show.
+/// Exists if systemd is process 1 (sd_booted(3)). It gives a unit with `Delegate=yes` all its
+/// controllers. The cgroup of the operator's shell does not show that.
 const SYSTEMD: &str = "/run/systemd/system";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Version {
+pub enum CgroupVersion {
     V1,
     V2,
 }
 
 /// One mounted hierarchy.
 #[derive(Debug, Clone)]
-pub struct Hierarchy {
-    pub version: Version,
+pub struct CgroupHierarchy {
+    pub version: CgroupVersion,
     /// v1: mounted here. v2: those that children of `base` can have.
     pub controllers: Vec<String>,
     /// v2: those of the hierarchy that `base` does not have.
@@ -33,40 +35,42 @@ pub struct Hierarchy {
     pub base: PathBuf,
     pub read_only: bool,
     pub writable: bool,
-    /// Moving a process does not wait for all processors (Linux 6.0).
+    /// Moving a process does not wait for all CPUs (Linux 6.0).
     pub favors_moves: bool,
-    /// v2: processes of others are in `base`, and it is not the root: then its children get no controllers.
+    /// v2: other processes are in `base`, and it is not the root. Then its children get no
+    /// controllers.
     pub crowded: bool,
     /// Names of interface files seen in `base` and its children.
     pub files: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct Cgroups {
-    pub hierarchies: Vec<Hierarchy>,
-    /// Controllers in `/proc/cgroups` that are not switched off: what the kernel could mount.
+pub struct CgroupFacts {
+    pub hierarchies: Vec<CgroupHierarchy>,
+    /// Controllers in `/proc/cgroups` that are not disabled: the kernel could mount them.
     pub in_kernel: Vec<String>,
 }
 
-impl Cgroups {
+impl CgroupFacts {
     pub fn gather() -> Self {
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
-        let (mounts, own) = (text("/proc/self/mounts"), text("/proc/self/cgroup"));
+        let mounts = text("/proc/self/mounts");
+        let own = text("/proc/self/cgroup");
         let own = if Path::new(SYSTEMD).is_dir() { "" } else { own.as_str() };
         Self { hierarchies: hierarchies(&mounts, own), in_kernel: in_kernel(&text("/proc/cgroups")) }
     }
 
-    pub fn of(&self, version: Version) -> impl Iterator<Item = &Hierarchy> {
+    pub fn of(&self, version: CgroupVersion) -> impl Iterator<Item = &CgroupHierarchy> {
         self.hierarchies.iter().filter(move |hierarchy| hierarchy.version == version)
     }
 
-    /// Whether groups can be made in any hierarchy.
+    /// Returns whether groups can be made in any hierarchy.
     pub fn is_usable(&self) -> bool {
-        self.hierarchies.iter().any(Hierarchy::is_usable)
+        self.hierarchies.iter().any(CgroupHierarchy::is_usable)
     }
 }
 
-impl Hierarchy {
+impl CgroupHierarchy {
     pub fn is_usable(&self) -> bool {
         self.writable && !self.read_only
     }
@@ -76,8 +80,9 @@ impl Hierarchy {
     }
 }
 
-/// Lines of `/proc/self/mounts`: device, place, type, options. `own` is `/proc/self/cgroup`; empty: the root of each.
-fn hierarchies(mounts: &str, own: &str) -> Vec<Hierarchy> {
+/// Parses lines of `/proc/self/mounts`: device, place, type, options. `own` is `/proc/self/cgroup`;
+/// if empty, the root of each is used.
+fn hierarchies(mounts: &str, own: &str) -> Vec<CgroupHierarchy> {
     let mut found = Vec::new();
     for line in mounts.lines() {
         let fields: Vec<&str> = line.split(' ').collect();
@@ -93,40 +98,41 @@ fn hierarchies(mounts: &str, own: &str) -> Vec<Hierarchy> {
     found
 }
 
-fn v1(place: &Path, options: &[&str], own: &str) -> Hierarchy {
+fn v1(place: &Path, options: &[&str], own: &str) -> CgroupHierarchy {
     let controllers: Vec<String> =
         V1_CONTROLLERS.into_iter().filter(|name| options.contains(name)).map(str::to_owned).collect();
     let group = own.lines().find_map(|line| {
         let (names, path) = line.split_once(':')?.1.split_once(':')?;
         names.split(',').any(|name| controllers.iter().any(|have| have == name)).then_some(path)
     });
-    Hierarchy { controllers, ..looked_at(Version::V1, place, options, group) }
+    CgroupHierarchy { controllers, ..looked_at(CgroupVersion::V1, place, options, group) }
 }
 
-fn v2(place: &Path, options: &[&str], own: &str) -> Hierarchy {
+fn v2(place: &Path, options: &[&str], own: &str) -> CgroupHierarchy {
     let group = own.lines().find_map(|line| line.strip_prefix("0::"));
-    let seen = looked_at(Version::V2, place, options, group);
+    let seen = looked_at(CgroupVersion::V2, place, options, group);
     let controllers = words(&seen.base.join("cgroup.controllers"));
     let withheld: Vec<_> = words(&place.join("cgroup.controllers"))
         .into_iter()
         .filter(|name| !controllers.contains(name))
         .collect();
-    // Only cgroups that are not the root have this file; the root may have both processes and children.
+    // Only cgroups that are not the root have this file; the root may have both processes and
+    // children.
     let is_root = !seen.base.join("cgroup.type").exists();
     let given = words(&seen.base.join("cgroup.subtree_control"));
     let own_id = std::process::id().to_string();
     let others = words(&seen.base.join("cgroup.procs")).iter().any(|id| *id != own_id);
     let crowded = !is_root && others && given.is_empty() && !controllers.is_empty();
-    Hierarchy { controllers, withheld, crowded, ..seen }
+    CgroupHierarchy { controllers, withheld, crowded, ..seen }
 }
 
-/// What is the same for both versions.
-fn looked_at(version: Version, place: &Path, options: &[&str], group: Option<&str>) -> Hierarchy {
+/// Reads the values that both versions share.
+fn looked_at(version: CgroupVersion, place: &Path, options: &[&str], group: Option<&str>) -> CgroupHierarchy {
     let below = group.unwrap_or("").trim_start_matches('/');
-    // In a container the path may be one of the host, which is not to be seen.
+    // In a container the path may be one of the host, which is not visible.
     let own = Some(place.join(below)).filter(|own| !below.is_empty() && own.is_dir());
     let base = own.unwrap_or_else(|| place.to_path_buf());
-    Hierarchy {
+    CgroupHierarchy {
         version,
         controllers: Vec::new(),
         withheld: Vec::new(),
@@ -139,7 +145,7 @@ fn looked_at(version: Version, place: &Path, options: &[&str], group: Option<&st
     }
 }
 
-/// The v1 controllers nagaya has a use for; a mount's other options are not controllers, or not for it.
+/// The v1 controllers that nagaya uses. A mount's other options are not controllers, or not used.
 const V1_CONTROLLERS: [&str; 7] = ["cpu", "cpuacct", "cpuset", "blkio", "memory", "pids", "freezer"];
 
 fn words(file: &Path) -> Vec<String> {
@@ -162,7 +168,7 @@ fn files(base: &Path) -> BTreeSet<String> {
     names
 }
 
-/// Lines of `/proc/cgroups`: name, hierarchy, count, enabled.
+/// Parses lines of `/proc/cgroups`: name, hierarchy, count, enabled.
 fn in_kernel(text: &str) -> Vec<String> {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     lines
@@ -174,10 +180,10 @@ fn in_kernel(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// One that can be used, with the files of a cell that most machines have.
+/// Returns a usable one, with the files of a cell that most machines have.
 #[cfg(test)]
-pub(super) fn hierarchy(version: Version, controllers: &[&str]) -> Hierarchy {
-    Hierarchy {
+pub(super) fn hierarchy(version: CgroupVersion, controllers: &[&str]) -> CgroupHierarchy {
+    CgroupHierarchy {
         version,
         controllers: controllers.iter().map(|name| (*name).into()).collect(),
         withheld: Vec::new(),
@@ -204,14 +210,18 @@ mod tests {
         let told: Vec<_> = found.iter().map(|h| (h.version, h.read_only, h.writable)).collect();
         assert_eq!(
             told,
-            [(Version::V2, false, false), (Version::V1, true, false), (Version::V1, false, false)]
+            [
+                (CgroupVersion::V2, false, false),
+                (CgroupVersion::V1, true, false),
+                (CgroupVersion::V1, false, false)
+            ]
         );
         assert_eq!(found[1].controllers, ["cpu", "cpuacct"]);
         assert!(found[0].favors_moves && !found[1].favors_moves);
     }
 
     #[test]
-    fn what_a_delegated_cgroup_can_give_is_read_from_its_files() {
+    fn controllers_of_a_delegated_cgroup_are_read_from_its_files() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
             let path = dir.path().join(name);

@@ -1,6 +1,6 @@
-//! Asking the machine. Nothing here judges.
+//! Gathers facts about the machine. Nothing here judges.
 //!
-//! Not here: what the answers mean (`checks`).
+//! Not here: the meaning of the facts (`checks`).
 
 use std::io::{IoSlice, IoSliceMut, Read as _};
 use std::mem::MaybeUninit;
@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use nagaya_keeper::sandbox::{self, Launcher};
-use nagaya_keeper::{BackEnd, huge_pages};
+use nagaya_keeper::{CellMechanism, HUGE_PAGES_SWITCH, are_huge_pages_always};
 use rustix::fs::{Access, Mode, OFlags, ResolveFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -19,30 +19,30 @@ use rustix::net::{
 };
 use rustix::process::Resource;
 
-use super::cgroups::Cgroups;
+use super::cgroups::CgroupFacts;
 use super::rule_files;
-use super::tenants::Found;
+use super::tenants::TenantFinding;
 use crate::certificates;
-use crate::config::Settings;
+use crate::config::NodeSettings;
 use crate::inherit;
 use crate::supervisor::{StoreAccess, try_edge_root};
 
-/// How long a program may take to print its version.
+/// Longest time for a program to print its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How much of a version text is read, in bytes.
+/// Bytes of a version text that are read.
 const VERSION_LEN_MAX: u64 = 4096;
 
-/// Everything the checks judge.
+/// All facts for the checks.
 #[derive(Debug, Default)]
-pub struct Facts {
+pub struct NodeFacts {
     pub kernel: String,
     pub root: bool,
-    pub cgroups: Cgroups,
+    pub cgroups: CgroupFacts,
     pub openat2: bool,
     pub fd_passing: bool,
     pub state_dir: PathBuf,
-    pub device: Option<Device>,
+    pub device: Option<DeviceFacts>,
     pub open_files_hard: Option<u64>,
     pub file_max: Option<u64>,
     pub pid_max: Option<u64>,
@@ -50,11 +50,11 @@ pub struct Facts {
     pub somaxconn: Option<u64>,
     pub php_cgi: PathBuf,
     pub php_version: Option<String>,
-    pub criu: Criu,
-    pub swaps: Vec<Swap>,
-    /// Whether all programs get pages of 64 KiB. None: the kernel knows no such pages.
+    pub criu: CriuFacts,
+    pub swaps: Vec<SwapFacts>,
+    /// Whether all programs get pages of 64 KiB. `None` if the kernel does not have such pages.
     pub huge_pages: Option<bool>,
-    /// Why the kernel does not tell of Unix sockets, if it does not.
+    /// Why the kernel does not report Unix sockets, if it does not.
     pub no_unix_diag: Option<String>,
     /// Why tenants' programs cannot be kept apart from each other, if they cannot.
     pub no_enclosure: Option<String>,
@@ -64,74 +64,77 @@ pub struct Facts {
     pub clock_synchronised: Option<bool>,
     pub entropy_ready: bool,
     pub user_namespaces: Option<u64>,
-    /// Lowest port a user without rights may listen on.
+    /// Lowest port on which an unprivileged user may listen.
     pub first_free_port: Option<u64>,
     pub lowest_wanted_port: Option<u16>,
     pub edge_user: bool,
-    pub back_end: BackEnd,
+    pub back_end: CellMechanism,
     /// `/proc/pressure`.
     pub pressure: bool,
-    /// Where homes of tenants are, each disk once.
-    pub disks: Vec<Disk>,
-    /// Whether a sandbox can be made with the rights of this command. None: without root none is tried.
+    /// Disks of tenants' homes, each once.
+    pub disks: Vec<DiskFacts>,
+    /// Whether a sandbox can be made with the rights of this command. `None` without root, when
+    /// none is tried.
     pub sandbox: Option<Result<(), String>>,
-    /// The running node's answer to that, with the rights it has. None: none runs, or it does not say.
+    /// The running node's result of that, with its own rights. `None` if no node runs, or if it
+    /// does not say.
     pub node_sandbox: Option<String>,
-    pub tenants: Found,
+    pub tenants: TenantFinding,
     pub cluster_store: StoreAccess,
-    /// None: no directory of them is configured.
-    pub certificates: Option<Result<certificates::Found, String>>,
+    /// `None` if no directory of them is configured.
+    pub certificates: Option<Result<certificates::CertificateScan, String>>,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
 }
 
-/// Which CRIU the keeper would run.
+/// The CRIU that the keeper would run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Criu {
-    /// None: none that it can use.
+pub struct CriuFacts {
+    /// `None` if there is no usable one.
     pub path: Option<PathBuf>,
     /// Why this one, and why not others.
     pub reason: String,
 }
 
-/// One device or file that memory goes to.
+/// One swap device or file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Swap {
+pub struct SwapFacts {
     pub name: String,
     pub bytes: u64,
 }
 
-/// What a tenant's files are on.
+/// The disk of a tenant's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Disk {
-    /// Of the file system: a partition, or something that is no block device.
+pub struct DiskFacts {
+    /// Number of the file system: a partition, or something that is not a block device.
     pub number: (u32, u32),
-    /// The disk that is, or is part of, and its name. None: no block device.
+    /// Number and name of the whole disk. `None` if it is not a block device.
     pub whole: Option<((u32, u32), String)>,
     /// A home on it.
     pub example: PathBuf,
 }
 
-/// The block device under a directory.
+/// The block device of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub struct DeviceFacts {
     pub major: u32,
     pub minor: u32,
-    /// Its name under /sys, if it is a block device.
+    /// Its name in /sys, if it is a block device.
     pub name: Option<String>,
 }
 
-/// Answers of others than the machine.
+/// Facts from other sources than the machine.
 #[derive(Debug, Default)]
-pub struct Asked {
-    /// Directories of tenants' files, as far as they are known.
+pub struct FactSources {
+    /// Known directories of tenants' files.
     pub homes: Vec<PathBuf>,
-    pub tenants: Found,
+    pub tenants: TenantFinding,
     pub sandbox: Option<Result<(), String>>,
     pub node_sandbox: Option<String>,
 }
 
-/// Makes a sandbox as an application's is made. None: without root there are none. Before anything has started a thread.
+/// Makes a sandbox as for an application. `None` without root. It must be called before any thread
+/// is started.
 pub fn try_sandbox() -> Option<Result<(), String>> {
     if !rustix::process::geteuid().is_root() {
         return None;
@@ -140,11 +143,11 @@ pub fn try_sandbox() -> Option<Result<(), String>> {
     Some(tried.map_err(|error| format!("{}: {}", error.code(), sandbox::explain(&error))))
 }
 
-pub fn gather(settings: &Settings, asked: Asked) -> Facts {
-    Facts {
+pub fn gather(settings: &NodeSettings, asked: FactSources) -> NodeFacts {
+    NodeFacts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         root: rustix::process::geteuid().is_root(),
-        cgroups: Cgroups::gather(),
+        cgroups: CgroupFacts::gather(),
         openat2: openat2(),
         fd_passing: fd_passing().is_ok(),
         state_dir: settings.state_dir.clone(),
@@ -158,7 +161,7 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
         php_cgi: settings.keeper.php_cgi.clone(),
         criu: criu(settings),
         swaps: swaps(&std::fs::read_to_string("/proc/swaps").unwrap_or_default()),
-        huge_pages: std::fs::read_to_string(huge_pages::SWITCH).ok().map(|text| huge_pages::is_always(&text)),
+        huge_pages: std::fs::read_to_string(HUGE_PAGES_SWITCH).ok().map(|text| are_huge_pages_always(&text)),
         no_unix_diag: nagaya_keeper::unix_diag().err(),
         no_enclosure: nagaya_keeper::try_enclosure(&settings.keeper.programs).err(),
         no_edge_root: try_edge_root().err(),
@@ -187,13 +190,13 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
     }
 }
 
-fn certificates(settings: &Settings) -> Option<Result<certificates::Found, String>> {
+fn certificates(settings: &NodeSettings) -> Option<Result<certificates::CertificateScan, String>> {
     let dir = settings.keeper.certificates.as_ref()?;
-    let found = certificates::look(dir, certificates::unix_now());
+    let found = certificates::scan_directory(dir, certificates::unix_now());
     Some(found.map_err(|error| format!("{}: {error}", dir.display())))
 }
 
-fn has_edge_user(settings: &Settings) -> bool {
+fn has_edge_user(settings: &NodeSettings) -> bool {
     let name = settings.identity.user.as_deref().unwrap_or(crate::config::settings::EDGE_USER);
     matches!(nix::unistd::User::from_name(name), Ok(Some(_)))
 }
@@ -229,27 +232,28 @@ fn fd_passing() -> rustix::io::Result<()> {
     if control.drain().next().is_some() { Ok(()) } else { Err(rustix::io::Errno::BADMSG) }
 }
 
-fn device(directory: &Path) -> Option<Device> {
+fn device(directory: &Path) -> Option<DeviceFacts> {
     let stat = directory.ancestors().find_map(|directory| rustix::fs::stat(directory).ok())?;
-    let (major, minor) = (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev));
+    let major = rustix::fs::major(stat.st_dev);
+    let minor = rustix::fs::minor(stat.st_dev);
     let link = std::fs::read_link(format!("/sys/dev/block/{major}:{minor}")).ok();
     let name = link.and_then(|link| Some(link.file_name()?.to_string_lossy().into_owned()));
-    Some(Device { major, minor, name })
+    Some(DeviceFacts { major, minor, name })
 }
 
-fn disks(homes: &[PathBuf]) -> Vec<Disk> {
-    let mut found: Vec<Disk> = Vec::new();
+fn disks(homes: &[PathBuf]) -> Vec<DiskFacts> {
+    let mut found: Vec<DiskFacts> = Vec::new();
     for home in homes {
         let Some(device) = device(home) else { continue };
         let number = (device.major, device.minor);
         if found.iter().all(|disk| disk.number != number) {
-            found.push(Disk { number, whole: whole_disk(number), example: home.clone() });
+            found.push(DiskFacts { number, whole: whole_disk(number), example: home.clone() });
         }
     }
     found
 }
 
-/// The disk with this number, or the one whose partition has it.
+/// Returns the disk with this number, or the one whose partition has it.
 fn whole_disk((major, minor): (u32, u32)) -> Option<((u32, u32), String)> {
     let mut dir = std::fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
     if dir.join("partition").exists() {
@@ -261,7 +265,7 @@ fn whole_disk((major, minor): (u32, u32)) -> Option<((u32, u32), String)> {
     Some(((major.parse().ok()?, minor.parse().ok()?), name))
 }
 
-/// The first line a program prints, if it is there and answers in time.
+/// Returns the first line that a program prints, if it exists and answers in time.
 fn first_line(program: &Path, argument: &str) -> Option<String> {
     let mut command = Command::new(program);
     command.arg(argument).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -270,30 +274,30 @@ fn first_line(program: &Path, argument: &str) -> Option<String> {
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || {
         let mut text = String::new();
-        // What is not UTF-8 is no version.
+        // A text that is not UTF-8 is not a version.
         let _ = stdout.take(VERSION_LEN_MAX).read_to_string(&mut text);
         let _ = tell.send(text);
     });
     let text = told.recv_timeout(VERSION_TIMEOUT).ok();
-    // It has either said what it had to say or taken too long.
+    // It has either printed its text or taken too long.
     let _ = child.kill();
     let _ = child.wait();
     let line = text?.lines().next()?.trim().to_owned();
     (!line.is_empty()).then_some(line)
 }
 
-fn criu(settings: &Settings) -> Criu {
+fn criu(settings: &NodeSettings) -> CriuFacts {
     let search = nagaya_keeper::image::find_criu(settings.keeper.instances.criu.as_deref());
     let reason = search.reason();
-    Criu { path: search.found.map(|criu| criu.path), reason }
+    CriuFacts { path: search.found.map(|criu| criu.path), reason }
 }
 
-/// `/proc/swaps`: a heading, then name, kind, size in KiB and more in columns (proc(5)).
-fn swaps(text: &str) -> Vec<Swap> {
+/// Parses `/proc/swaps`: a heading, then name, kind, size in KiB and more in columns (proc(5)).
+fn swaps(text: &str) -> Vec<SwapFacts> {
     let swap = |line: &str| {
         let mut fields = line.split_ascii_whitespace();
         let name = fields.next()?.to_owned();
-        Some(Swap { name, bytes: fields.nth(1)?.parse::<u64>().ok()?.saturating_mul(1024) })
+        Some(SwapFacts { name, bytes: fields.nth(1)?.parse::<u64>().ok()?.saturating_mul(1024) })
     };
     text.lines().skip(1).filter_map(swap).collect()
 }
@@ -304,7 +308,7 @@ fn entropy_ready() -> bool {
 }
 
 fn user_namespaces() -> Option<u64> {
-    // Debian's own switch, where the kernel has it. It is for those without rights.
+    // Debian's own switch, if the kernel has it. It concerns unprivileged users.
     let root = rustix::process::geteuid().is_root();
     if !root && number("/proc/sys/kernel/unprivileged_userns_clone") == Some(0) {
         return Some(0);
@@ -326,7 +330,7 @@ mod tests {
     fn swaps_are_read_from_the_kernels_table() {
         let text = "Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
                     /dev/zram0 partition\t1048572\t\t0\t\t100\n";
-        assert_eq!(swaps(text), [Swap { name: "/dev/zram0".into(), bytes: 1_048_572 * 1024 }]);
+        assert_eq!(swaps(text), [SwapFacts { name: "/dev/zram0".into(), bytes: 1_048_572 * 1024 }]);
         assert_eq!(swaps(""), []);
     }
 

@@ -1,24 +1,24 @@
-//! Rule files as the edge meets them: whether its user may read them, and whether they compile.
+//! Checks rule files from the edge's view: whether its user may read them, and whether they
+//! compile.
 //!
 //! Not here: compiling (`nagaya_rules`), the message about it (`config::check_rules`).
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::config::{Settings, check_rules};
-use crate::supervisor::of_edge;
+use crate::config::{NodeSettings, check_rules};
+use crate::identity::of_edge;
 
-/// What is wrong with each rule file that is not in order: where, and what.
-pub fn troubles(settings: &Settings) -> Vec<String> {
+/// Returns the fault of each rule file that has one: where, and what.
+pub fn troubles(settings: &NodeSettings) -> Vec<String> {
     let mut found: Vec<String> =
         check_rules(settings).iter().map(|mistake| mistake.to_string().replace('\n', ";")).collect();
     if let Some(edge) = of_edge(settings) {
         for rule in &settings.edge.rules {
-            if let Ok(path) = fs::canonicalize(&rule.path)
-                && let Some(at) = refuses(&path, edge.uid, edge.gid)
-            {
-                let (rule, at) = (rule.path.display(), at.display());
+            if let Some(at) = refuses(&rule.path, edge.uid, edge.gid) {
+                let rule = rule.path.display();
+                let at = at.display();
                 found.push(format!("{rule}: the edge (uid {}) may not read it because of {at}", edge.uid));
             }
         }
@@ -26,11 +26,20 @@ pub fn troubles(settings: &Settings) -> Vec<String> {
     found
 }
 
-/// The first part of the path whose mode keeps this user out. Access control lists may say otherwise.
-fn refuses(path: &Path, uid: u32, gid: u32) -> Option<&Path> {
-    let mut parts: Vec<&Path> = path.ancestors().collect();
-    parts.reverse();
-    parts.into_iter().find(|part| {
+/// Depth of a directory directly below `/`, including `/` itself. The edge sees no such directory,
+/// only the rule in it.
+const WIDE_DEPTH: usize = 2;
+
+/// Returns the directory or file whose mode excludes this user. Access control lists may differ.
+///
+/// The edge sees the directory of the rule, and the one to which its link leads. The directories
+/// above are its own (`supervisor::edge_root`), whatever they are on the node.
+fn refuses(path: &Path, uid: u32, gid: u32) -> Option<PathBuf> {
+    let file = fs::canonicalize(path).ok()?;
+    let directory = path.parent().and_then(|directory| fs::canonicalize(directory).ok());
+    let directories = [directory, file.parent().map(PathBuf::from)].into_iter().flatten();
+    let shown = directories.filter(|directory| directory.components().count() > WIDE_DEPTH);
+    shown.chain([file.clone()]).find(|part| {
         fs::metadata(part).is_ok_and(|meta| {
             let wanted = if meta.is_dir() { 0o1 } else { 0o4 };
             granted(&meta, uid, gid) & wanted == 0
@@ -38,7 +47,7 @@ fn refuses(path: &Path, uid: u32, gid: u32) -> Option<&Path> {
     })
 }
 
-/// The three bits of the mode that hold for this user.
+/// Returns the three bits of the mode that apply to this user.
 fn granted(meta: &Metadata, uid: u32, gid: u32) -> u32 {
     let shift = match () {
         () if meta.uid() == uid => 6,
@@ -56,20 +65,33 @@ mod tests {
 
     #[test]
     fn a_closed_directory_or_file_keeps_the_edge_out() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("a.rb");
+        let top = tempfile::tempdir().unwrap();
+        let dir = top.path().canonicalize().unwrap().join("rules");
+        fs::create_dir(&dir).unwrap();
+        let file = dir.join("a.rb");
         fs::write(&file, "").unwrap();
         let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
         // A uid and gid that own neither.
-        let (uid, gid) = (fs::metadata(&file).unwrap().uid() + 1, fs::metadata(&file).unwrap().gid() + 1);
-        mode(dir.path(), 0o755);
+        let uid = fs::metadata(&file).unwrap().uid() + 1;
+        let gid = fs::metadata(&file).unwrap().gid() + 1;
+        mode(&dir, 0o755);
         mode(&file, 0o640);
-        assert_eq!(refuses(&file, uid, gid), Some(file.as_path()));
+        assert_eq!(refuses(&file, uid, gid), Some(file.clone()));
         assert_eq!(refuses(&file, uid, gid - 1), None);
         mode(&file, 0o644);
         assert_eq!(refuses(&file, uid, gid), None);
-        mode(dir.path(), 0o700);
-        assert_eq!(refuses(&file, uid, gid), Some(dir.path()));
+        mode(&dir, 0o700);
+        assert_eq!(refuses(&file, uid, gid), Some(dir.clone()));
         assert_eq!(refuses(&file, uid - 1, gid), None);
+        // A link to it, from a directory that is open.
+        let open = top.path().join("open");
+        fs::create_dir(&open).unwrap();
+        mode(&open, 0o755);
+        std::os::unix::fs::symlink(&file, open.join("b.rb")).unwrap();
+        assert_eq!(refuses(&open.join("b.rb"), uid, gid), Some(dir.clone()));
+        // Directories above do not matter.
+        mode(&dir, 0o755);
+        mode(top.path(), 0o700);
+        assert_eq!(refuses(&file, uid, gid), None);
     }
 }

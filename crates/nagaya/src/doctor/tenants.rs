@@ -1,24 +1,25 @@
-//! Tenants whose ids or homes are not as they should be: each with what is wrong, and what to do.
+//! Finds tenants with wrong ids or homes, each with the fault and the remedy.
 //!
-//! `look` asks the file system, `judge` decides and is pure. Not here: which ids are refused (`nagaya_cmdb::check::IdPolicy`).
+//! `look` reads the file system, `judge` decides and is pure. Not here: which ids are refused
+//! (`nagaya_records::check::IdPolicy`).
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::Tenant;
-use nagaya_cmdb::check::IdPolicy;
+use nagaya_records::Tenant;
+use nagaya_records::check::IdPolicy;
 
-/// Warnings that are told of all tenants together; more are counted.
+/// Warnings that are listed for all tenants together; more are counted.
 pub const WARNINGS_MAX: usize = 20;
 
-/// Write for the group and for others.
+/// Write permission for the group and for others.
 const WRITE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// A directory as it is.
+/// A directory's present state.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct PathLookup {
     pub path: PathBuf,
     pub is_directory: bool,
     pub uid: u32,
@@ -27,14 +28,14 @@ pub struct Place {
     pub mode: u32,
 }
 
-/// Returns what is wrong with a tenant, as sentences.
+/// Returns a tenant's faults, as sentences.
 pub fn warnings(tenant: &Tenant, policy: &IdPolicy) -> Vec<String> {
     let name = &tenant.name;
     let ids = policy.refusal(tenant).map(|refusal| format!("{refusal}; nothing of it is served (NGY0314)"));
     ids.into_iter().chain(home_warnings(tenant).map(|home| format!("tenant '{name}': {home}"))).collect()
 }
 
-/// Returns what is wrong with a tenant's home, if it has one.
+/// Returns the faults of a tenant's home, if it has one.
 pub fn home_warnings(tenant: &Tenant) -> impl Iterator<Item = String> {
     let found = tenant.home.as_deref().map(|home| match look(home) {
         Ok(places) => judge(tenant, &places),
@@ -55,13 +56,14 @@ fn unseen(tenant: &Tenant, home: &Path, error: &io::Error) -> String {
     }
 }
 
-/// The home and the directories above it, the home first. Links are followed, as the keeper follows them.
-fn look(home: &Path) -> io::Result<Vec<Place>> {
+/// Returns the home and the directories above it, the home first. Links are followed, as the keeper
+/// follows them.
+fn look(home: &Path) -> io::Result<Vec<PathLookup>> {
     let home = std::fs::canonicalize(home)?;
     home.ancestors()
         .map(|path| {
             let found = std::fs::metadata(path)?;
-            Ok(Place {
+            Ok(PathLookup {
                 path: path.into(),
                 is_directory: found.is_dir(),
                 uid: found.uid(),
@@ -72,7 +74,7 @@ fn look(home: &Path) -> io::Result<Vec<Place>> {
         .collect()
 }
 
-fn judge(tenant: &Tenant, places: &[Place]) -> Vec<String> {
+fn judge(tenant: &Tenant, places: &[PathLookup]) -> Vec<String> {
     let [home, above @ ..] = places else { return Vec::new() };
     let at = home.path.display();
     if !home.is_directory {
@@ -92,8 +94,8 @@ fn judge(tenant: &Tenant, places: &[Place]) -> Vec<String> {
             home.mode
         ));
     }
-    // A user who may write above it can put another directory in its place.
-    let is_loose = |place: &&Place| {
+    // A user with write permission above it can put another directory in its place.
+    let is_loose = |place: &&PathLookup| {
         let is_strangers = place.uid != 0 && place.uid != tenant.uid;
         let is_writable = place.mode & WRITE_BY_OTHERS != 0 && place.mode & STICKY == 0;
         is_strangers || is_writable
@@ -109,16 +111,16 @@ fn judge(tenant: &Tenant, places: &[Place]) -> Vec<String> {
     found
 }
 
-/// Warnings of all tenants that were looked at.
+/// Warnings of all checked tenants.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct TenantFinding {
     pub warnings: Vec<String>,
-    /// Warnings that are not among them.
+    /// Number of further warnings.
     pub more: usize,
     pub looked_at: usize,
 }
 
-impl Found {
+impl TenantFinding {
     pub fn add(&mut self, tenant: &Tenant, policy: &IdPolicy) {
         self.looked_at += 1;
         for warning in warnings(tenant, policy) {
@@ -139,8 +141,8 @@ mod tests {
         serde_json::from_str(r#"{"name":"alice","uid":5000,"gid":5000,"home":"/srv/alice"}"#).unwrap()
     }
 
-    fn place(path: &str, uid: u32, gid: u32, mode: u32) -> Place {
-        Place { path: path.into(), is_directory: true, uid, gid, mode }
+    fn place(path: &str, uid: u32, gid: u32, mode: u32) -> PathLookup {
+        PathLookup { path: path.into(), is_directory: true, uid, gid, mode }
     }
 
     fn judged(home: (u32, u32, u32), parent: (u32, u32)) -> Vec<String> {
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_else_may_reach_or_replace_a_home_is_told() {
+    fn doctor_reports_a_home_others_may_reach_or_replace() {
         for (home, parent, said) in [
             ((0, 0, 0o700), (0, 0o755), "belongs to uid 0: chown 5000"),
             ((5000, 5000, 0o777), (0, 0o755), "is open to others (mode 0777): chmod 0770"),
@@ -191,9 +193,10 @@ mod tests {
 
     #[test]
     fn no_more_is_told_than_can_be_read() {
-        let mut found = Found::default();
+        let mut found = TenantFinding::default();
         let mut tenant = tenant();
-        (tenant.uid, tenant.home) = (5, None);
+        tenant.uid = 5;
+        tenant.home = None;
         for _ in 0..WARNINGS_MAX + 3 {
             found.add(&tenant, &IdPolicy::default());
         }

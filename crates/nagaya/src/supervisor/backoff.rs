@@ -1,29 +1,29 @@
-//! How long to wait before a process that ended is started again: at once for a few times, then in growing
+//! Computes the wait before an ended process is restarted: none for a few times, then growing
 //! steps. Pure: the supervisor measures and waits.
 
 use std::time::Duration;
 
-/// Restarts that happen at once, so that a single crash costs nobody a second.
+/// Restarts that happen at once, so that a single crash costs no second.
 pub const FAST_RESTARTS: u32 = 5;
-/// What each further restart waits longer than the one before.
+/// How much longer each further restart waits than the one before.
 pub const STEP: Duration = Duration::from_secs(1);
-/// Longest wait: a fault that an operator has repaired must not keep the node down for long.
+/// Longest wait: after an operator has repaired a fault, the node must not stay down for long.
 pub const WAIT_MAX: Duration = Duration::from_secs(30);
-/// For each such time that a process ran, one end before is forgotten: one that is ended now and then, as by who runs out of
-/// memory, is always started at once.
+/// For each such time that a process ran, one earlier end is forgotten. So a process that is ended
+/// occasionally, for example when memory runs out, is always restarted at once.
 pub const FORGIVEN_EACH: Duration = Duration::from_secs(10);
-/// A process that ran this long was healthy; what was before is forgotten.
+/// A process that ran this long was healthy; its earlier ends are forgotten.
 pub const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Default)]
-pub struct Backoff {
+pub struct RestartBackoff {
     /// Ends that are not forgotten.
     ends: u32,
 }
 
-impl Backoff {
-    /// The process ended after `ran`: how long to wait until the next start.
-    pub fn ended(&mut self, ran: Duration) -> Duration {
+impl RestartBackoff {
+    /// Notes that the process ended after `ran`. Returns the wait before the next start.
+    pub fn next_delay(&mut self, ran: Duration) -> Duration {
         let stretches = ran.as_secs() / FORGIVEN_EACH.as_secs();
         let forgiven =
             if ran >= HEALTHY_AFTER { u32::MAX } else { u32::try_from(stretches).unwrap_or(u32::MAX) };
@@ -32,7 +32,7 @@ impl Backoff {
         STEP.saturating_mul(slow).min(WAIT_MAX)
     }
 
-    /// Ends so far that are not forgotten.
+    /// Returns the number of ends that are not forgotten.
     pub fn ends(&self) -> u32 {
         self.ends
     }
@@ -45,9 +45,9 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(5);
 
     #[test]
-    fn the_first_restarts_are_at_once_and_later_ones_wait_ever_longer_up_to_a_bound() {
-        let mut backoff = Backoff::default();
-        let waits: Vec<u64> = (0..50).map(|_| backoff.ended(SHORT).as_secs()).collect();
+    fn first_restarts_are_immediate_and_later_ones_wait_longer() {
+        let mut backoff = RestartBackoff::default();
+        let waits: Vec<u64> = (0..50).map(|_| backoff.next_delay(SHORT).as_secs()).collect();
         assert_eq!(waits[..8], [0, 0, 0, 0, 0, 1, 2, 3]);
         assert_eq!(waits[49], WAIT_MAX.as_secs());
         assert!(waits.is_sorted());
@@ -55,24 +55,24 @@ mod tests {
     }
 
     #[test]
-    fn who_runs_for_a_while_between_its_ends_is_started_at_once_each_time() {
-        let mut backoff = Backoff::default();
-        assert!((0..100).all(|_| backoff.ended(FORGIVEN_EACH).is_zero()));
+    fn a_process_that_ran_for_a_while_is_restarted_at_once() {
+        let mut backoff = RestartBackoff::default();
+        assert!((0..100).all(|_| backoff.next_delay(FORGIVEN_EACH).is_zero()));
         assert_eq!(backoff.ends(), 1);
         // What came quickly before is forgotten one by one.
-        let mut backoff = Backoff::default();
-        (0..8).for_each(|_| _ = backoff.ended(SHORT));
-        let waits: Vec<u64> = (0..4).map(|_| backoff.ended(2 * FORGIVEN_EACH).as_secs()).collect();
+        let mut backoff = RestartBackoff::default();
+        (0..8).for_each(|_| _ = backoff.next_delay(SHORT));
+        let waits: Vec<u64> = (0..4).map(|_| backoff.next_delay(2 * FORGIVEN_EACH).as_secs()).collect();
         assert_eq!(waits, [2, 1, 0, 0]);
     }
 
     #[test]
     fn a_healthy_run_forgets_what_was_before() {
-        let mut backoff = Backoff::default();
+        let mut backoff = RestartBackoff::default();
         for _ in 0..20 {
-            backoff.ended(SHORT);
+            backoff.next_delay(SHORT);
         }
-        assert_eq!(backoff.ended(HEALTHY_AFTER), Duration::ZERO);
+        assert_eq!(backoff.next_delay(HEALTHY_AFTER), Duration::ZERO);
         assert_eq!(backoff.ends(), 1);
     }
 }

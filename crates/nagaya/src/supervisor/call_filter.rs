@@ -1,11 +1,13 @@
-//! The filters of system calls of the edge, and of the process that checks rules (seccomp, Documentation/userspace-api/seccomp_filter.rst): a list of what it may do.
+//! The filters of system calls of the edge, and of the process that checks rules. They are lists of
+//! allowed calls (seccomp, Documentation/userspace-api/seccomp_filter.rst).
 //!
-//! The edge parses the network. If somebody takes it over, no program can be started from it, no other process be looked into,
-//! and most of the kernel is out of reach. A call that is not listed fails with `EPERM`; `clone3` fails with `ENOSYS`, because a
-//! filter cannot see its flags, and the C library then uses `clone`.
+//! The edge parses the network. An attacker who controls it can start no program, look into no
+//! other process, and reach little of the kernel. A call that is not listed fails with `EPERM`.
+//! `clone3` fails with `ENOSYS`: a filter cannot see its flags, and the C library then uses
+//! `clone`.
 //!
-//! Invariant: the filter is on before the edge has a second thread, so every thread has it. Not here: rights (`rights`), the
-//! filter of tenants' programs (the keeper's).
+//! Invariant: the filter is on before the edge has a second thread, so every thread has it. Not
+//! here: rights (`rights`), the filter of tenants' programs (the keeper's).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,7 +19,7 @@ use seccompiler::{
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// Any arguments. In the order of syscalls(2) by what they are about.
+/// Calls that are allowed with any arguments, ordered by their subject as in syscalls(2).
 const ALLOWED: &[libc::c_long] = &[
     // Descriptors and their bytes.
     libc::SYS_read,
@@ -70,7 +72,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_inotify_init1,
     libc::SYS_inotify_add_watch,
     libc::SYS_inotify_rm_watch,
-    // Sockets. Their families are looked at by `socket`.
+    // Sockets. `socket` checks their families.
     libc::SYS_bind,
     libc::SYS_connect,
     libc::SYS_listen,
@@ -170,10 +172,11 @@ const ALLOWED_OF_ARCHITECTURE: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_OF_ARCHITECTURE: &[libc::c_long] = &[];
 
-/// Unix and internet sockets, and netlink, by which the C library asks which addresses the machine has.
+/// Unix and internet sockets, and netlink, with which the C library queries the machine's
+/// addresses.
 const FAMILIES: [libc::c_int; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
 
-/// Requests of prctl(2): names of threads and of memory, and what has been given up.
+/// Requests of prctl(2): names of threads and of memory, and state of given-up rights.
 const PROCESS_REQUESTS: [libc::c_int; 6] = [
     libc::PR_SET_NAME,
     libc::PR_GET_NAME,
@@ -183,8 +186,9 @@ const PROCESS_REQUESTS: [libc::c_int; 6] = [
     libc::PR_CAPBSET_READ,
 ];
 
-/// Of a process that only reads a text, compiles it and writes a verdict. Memory and waiting as the allocator and the
-/// watchdog of the compiler need them. No files, no sockets, no processes, no new threads.
+/// Calls of a process that only reads a text, compiles it and writes a verdict. Memory and waiting
+/// are for the allocator and the watchdog of the compiler. No files, no sockets, no processes, no
+/// new threads.
 const ALLOWED_FOR_RULE_CHECK: &[libc::c_long] = &[
     libc::SYS_read,
     libc::SYS_write,
@@ -199,7 +203,7 @@ const ALLOWED_FOR_RULE_CHECK: &[libc::c_long] = &[
     libc::SYS_clock_nanosleep,
     libc::SYS_clock_gettime,
     libc::SYS_restart_syscall,
-    // The watchdog's thread may begin only now. Without these the C library aborts.
+    // The watchdog's thread may start only now. Without these the C library aborts.
     libc::SYS_rseq,
     libc::SYS_set_robust_list,
     libc::SYS_rt_sigprocmask,
@@ -211,15 +215,16 @@ const ALLOWED_FOR_RULE_CHECK: &[libc::c_long] = &[
     libc::SYS_exit_group,
 ];
 
-/// Puts the filter of a rule check on all threads of this process for good. It must have `no_new_privs`.
+/// Puts the filter of a rule check on all threads of this process for good. It must have
+/// `no_new_privs`.
 pub fn install_for_rule_check() -> io::Result<()> {
-    let filter = program(rule_check_rules().map_err(io::Error::other)?, Action::Allow)?;
+    let filter = program(rule_check_rules().map_err(io::Error::other)?, FilterAction::Allow)?;
     seccompiler::apply_filter_all_threads(&filter).map_err(io::Error::other)
 }
 
 fn rule_check_rules() -> Result<Rules, seccompiler::BackendError> {
     let mut rules: Rules = ALLOWED_FOR_RULE_CHECK.iter().map(|number| (*number, Vec::new())).collect();
-    // Memory that cannot be run.
+    // Memory that is not executable.
     let executable = u64::from(libc::PROT_EXEC.unsigned_abs());
     for number in [libc::SYS_mmap, libc::SYS_mprotect] {
         let plain = SeccompCmpOp::MaskedEq(executable);
@@ -234,28 +239,28 @@ fn rule_check_rules() -> Result<Rules, seccompiler::BackendError> {
 
 /// Puts the filter on this process for good. It must have one thread and `no_new_privs`.
 pub fn install() -> io::Result<()> {
-    let missing = program(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), Action::Missing)?;
-    let allowed = program(allowed_rules().map_err(io::Error::other)?, Action::Allow)?;
-    // The list last: it does not allow another filter.
+    let missing = program(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), FilterAction::Missing)?;
+    let allowed = program(allowed_rules().map_err(io::Error::other)?, FilterAction::Allow)?;
+    // The list comes last: it does not allow another filter.
     for filter in [missing, allowed] {
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
     Ok(())
 }
 
-/// What happens to the calls of a list. The kernel takes the strictest answer of all filters.
-enum Action {
+/// Result for the calls of a list. The kernel takes the strictest result of all filters.
+enum FilterAction {
     /// All others fail with `EPERM`.
     Allow,
-    /// `ENOSYS`. All others are left to the other filter.
+    /// `ENOSYS`. The other filter decides about all others.
     Missing,
 }
 
-fn program(rules: Rules, action: Action) -> io::Result<BpfProgram> {
+fn program(rules: Rules, action: FilterAction) -> io::Result<BpfProgram> {
     let errno = |errno: libc::c_int| SeccompAction::Errno(errno.unsigned_abs());
     let (listed, others) = match action {
-        Action::Allow => (SeccompAction::Allow, errno(libc::EPERM)),
-        Action::Missing => (errno(libc::ENOSYS), SeccompAction::Allow),
+        FilterAction::Allow => (SeccompAction::Allow, errno(libc::EPERM)),
+        FilterAction::Missing => (errno(libc::ENOSYS), SeccompAction::Allow),
     };
     let architecture = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
     let filter = SeccompFilter::new(rules, others, listed, architecture).map_err(io::Error::other)?;
@@ -268,7 +273,7 @@ fn allowed_rules() -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_socket, one_of(&FAMILIES)?);
     rules.insert(libc::SYS_socketpair, one_of(&[libc::AF_UNIX])?);
     rules.insert(libc::SYS_prctl, one_of(&PROCESS_REQUESTS)?);
-    // A thread, and no process.
+    // A thread, not a process.
     let thread = u64::from(libc::CLONE_THREAD.unsigned_abs());
     rules.insert(libc::SYS_clone, vec![first_argument(SeccompCmpOp::MaskedEq(thread), thread)?]);
     Ok(rules)
@@ -328,7 +333,7 @@ mod tests {
     fn behind_filter_of_rule_check<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
         let thread = thread::spawn(|| {
             rustix::thread::set_no_new_privs(true).unwrap();
-            let filter = program(rule_check_rules().unwrap(), Action::Allow).unwrap();
+            let filter = program(rule_check_rules().unwrap(), FilterAction::Allow).unwrap();
             seccompiler::apply_filter(&filter).unwrap();
             act()
         });

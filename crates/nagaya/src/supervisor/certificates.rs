@@ -1,4 +1,5 @@
-//! Looking each hour whether a certificate ends soon: the log says it 30, 7 and 1 days before, and when it is over.
+//! Checks each hour whether a certificate ends soon. The log reports it 30, 7 and 1 days before,
+//! and when it has ended.
 //!
 //! Not here: reading them (`crate::certificates`).
 
@@ -11,33 +12,33 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
-use super::exposition::Page;
-use super::node::Node;
-use crate::certificates::{self, Certificate, Found, Nearness, unix_now};
+use super::exposition::MetricPage;
+use super::node::SupervisedNode;
+use crate::certificates::{self, CertificateScan, HostNearness, TlsCertificate, unix_now};
 
-/// Between two looks.
+/// Interval of checks.
 const INTERVAL: Duration = Duration::from_secs(3600);
 
-/// Lines that one look writes into the log, and rows that `nagaya status` shows.
+/// Lines that one check writes into the log, and rows that `nagaya status` shows.
 const TOLD_MAX: usize = 20;
 
-/// What is known of the node's certificates.
+/// Known state of the node's certificates.
 #[derive(Default)]
-pub struct Watch {
+pub struct CertificateWatch {
     dir: Mutex<Option<PathBuf>>,
     configured: Notify,
-    /// None: nobody has looked, or there is no directory.
-    found: Mutex<Option<Found>>,
+    /// `None` before the first check, or without a directory.
+    found: Mutex<Option<CertificateScan>>,
 }
 
-impl Watch {
-    /// Looks there from now on, and soon.
+impl CertificateWatch {
+    /// Sets the directory from now on, and checks soon.
     pub fn configure(&self, dir: Option<PathBuf>) {
         *self.dir.lock() = dir;
         self.configured.notify_one();
     }
 
-    /// For `nagaya status`: null where there is no directory.
+    /// Returns the value for `nagaya status`: null without a directory.
     pub fn status(&self) -> Value {
         let found = self.found.lock();
         let Some(found) = &*found else { return Value::Null };
@@ -54,17 +55,18 @@ impl Watch {
         })
     }
 
-    pub fn expose(&self, page: &mut Page) {
+    pub fn expose(&self, page: &mut MetricPage) {
         let found = self.found.lock();
         let Some(found) = &*found else { return };
         let counted = |state: &str, count: usize| (format!("state=\"{state}\""), count as u64);
-        let of = |wanted: Nearness| found.certificates.iter().filter(|one| one.nearness == wanted).count();
+        let of =
+            |wanted: HostNearness| found.certificates.iter().filter(|one| one.nearness == wanted).count();
         let states = [
-            counted("far", of(Nearness::Far)),
-            counted("30_days", of(Nearness::Month)),
-            counted("7_days", of(Nearness::Week)),
-            counted("1_day", of(Nearness::Day)),
-            counted("over", of(Nearness::Over)),
+            counted("far", of(HostNearness::Far)),
+            counted("30_days", of(HostNearness::Month)),
+            counted("7_days", of(HostNearness::Week)),
+            counted("1_day", of(HostNearness::Day)),
+            counted("over", of(HostNearness::Over)),
             counted("broken", found.broken.len()),
         ];
         page.family("nagaya_certificates", "gauge", "Certificates by how soon they end.", &states);
@@ -80,14 +82,15 @@ impl Watch {
     }
 }
 
-/// Looks, at once and each hour, for ever.
-pub async fn keep(node: Arc<Node>) {
-    // What was said of each certificate: of a new one with the same name it is said anew.
-    let mut told: HashMap<String, (i64, Nearness)> = HashMap::new();
+/// Checks at once and each hour, for ever.
+pub async fn keep(node: Arc<SupervisedNode>) {
+    // Last report of each certificate: a new one with the same name is reported again.
+    let mut told: HashMap<String, (i64, HostNearness)> = HashMap::new();
     loop {
         let dir = node.certificates.dir.lock().clone();
-        let look =
-            dir.clone().map(|dir| tokio::task::spawn_blocking(move || certificates::look(&dir, unix_now())));
+        let look = dir
+            .clone()
+            .map(|dir| tokio::task::spawn_blocking(move || certificates::scan_directory(&dir, unix_now())));
         let found = match look {
             None => None,
             Some(look) => match look.await {
@@ -109,11 +112,11 @@ pub async fn keep(node: Arc<Node>) {
     }
 }
 
-/// Writes into the log what has become nearer since the last look.
-fn tell(found: &Found, told: &mut HashMap<String, (i64, Nearness)>) {
+/// Logs certificates whose end has come nearer since the last check.
+fn tell(found: &CertificateScan, told: &mut HashMap<String, (i64, HostNearness)>) {
     let now = unix_now();
-    let is_new = |one: &&Certificate| told.get(&one.name) != Some(&(one.ends, one.nearness));
-    let new: Vec<&Certificate> = found.ending().filter(is_new).collect();
+    let is_new = |one: &&TlsCertificate| told.get(&one.name) != Some(&(one.ends, one.nearness));
+    let new: Vec<&TlsCertificate> = found.ending().filter(is_new).collect();
     for one in new.iter().take(TOLD_MAX) {
         tracing::warn!(code = "NGY0515", name = one.name, "the certificate of {}", one.describe(now));
     }

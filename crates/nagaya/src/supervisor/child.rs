@@ -1,7 +1,7 @@
-//! Starting a process of the node by re-executing this program, watching it and ending it.
+//! Starts a process of the node by re-executing this program, watches it and ends it.
 //!
-//! Not here: when to do so (`supervisor`), what the process does first (`rights`), what it inherits
-//! (`inherit`).
+//! Not here: when to do so (`supervisor`), the first steps of the process (`rights`), its
+//! inheritance (`inherit`).
 
 use std::fmt;
 use std::io;
@@ -11,20 +11,20 @@ use std::process::{ExitStatus, Stdio};
 
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use crate::inherit::{Inherited, Passing, VARIABLE};
-use crate::logging::Sink;
+use crate::inherit::{InheritedFds, PassedFds, VARIABLE};
+use crate::logging::LogSink;
 
-/// The processes a supervisor starts, in the order in which they start.
+/// The processes that a supervisor starts, in the order in which they start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum ProcessRole {
     Keeper,
     Edge,
 }
 
-impl Role {
+impl ProcessRole {
     pub const ALL: [Self; 2] = [Self::Keeper, Self::Edge];
 
-    /// The hidden subcommand, and the word for it in logs and metrics.
+    /// Returns the hidden subcommand, which is also its name in logs and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Keeper => "keeper",
@@ -33,7 +33,7 @@ impl Role {
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for ProcessRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -41,26 +41,27 @@ impl fmt::Display for Role {
 
 /// A running process. Dropping it ends it: nothing of a node outlives its supervisor.
 #[derive(Debug)]
-pub struct Child {
+pub struct ChildProcess {
     pub pid: i32,
-    /// Names this very process, also after it was reaped and its pid given to another one.
+    /// Names this very process, even after it was reaped and its pid was reused.
     pidfd: OwnedFd,
 }
 
-impl Child {
+impl ChildProcess {
     pub fn signal(&self, signal: Signal) {
-        // The only failure left is that it has ended, which is what was wanted.
+        // The only possible failure is that it has ended, which is the goal.
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, signal);
     }
 }
 
-impl Drop for Child {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
     }
 }
 
-/// What is started meanwhile begins without transparent huge pages: this process has none either until this is dropped.
+/// Processes that are started meanwhile begin without transparent huge pages. This process has
+/// none, either, until this is dropped.
 struct SmallPages;
 
 impl SmallPages {
@@ -72,22 +73,23 @@ impl SmallPages {
 
 impl Drop for SmallPages {
     fn drop(&mut self) {
-        // It fails only where the first call has failed.
+        // It fails only if the first call has failed.
         let _ = rustix::thread::disable_transparent_huge_pages(false);
     }
 }
 
-/// Starts the process with the descriptors that `inherited` describes, and gives the future of its end.
-/// Must be called on the thread that lives as long as the supervisor: the kernel ends the process together with the
-/// thread that started it.
+/// Starts the process with the descriptors that `inherited` describes. Returns the future of its
+/// end. It must be called on the thread that lives as long as the supervisor. The kernel ends the
+/// process together with the thread that started it.
 pub fn spawn(
-    role: Role,
-    inherited: &Inherited,
+    role: ProcessRole,
+    inherited: &InheritedFds,
     descriptors: Vec<BorrowedFd<'_>>,
-    sink: &Sink,
-) -> io::Result<(Child, impl Future<Output = io::Result<ExitStatus>> + use<>)> {
-    let passing = Passing::new(descriptors)?;
-    // What runs, even if the file was replaced by an upgrade meanwhile: the processes speak one version.
+    sink: &LogSink,
+) -> io::Result<(ChildProcess, impl Future<Output = io::Result<ExitStatus>> + use<>)> {
+    let passing = PassedFds::new(descriptors)?;
+    // The running program, even if an upgrade replaced the file meanwhile: the processes speak one
+    // version.
     let mut command = tokio::process::Command::new("/proc/self/exe");
     command
         .arg0(format!("nagaya-{role}"))
@@ -109,10 +111,10 @@ pub fn spawn(
     if let Some(stderr) = process.stderr.take() {
         sink.copy_from(std::fs::File::from(stderr.into_owned_fd()?))?;
     }
-    Ok((Child { pid: pid.as_raw_nonzero().get(), pidfd }, async move { process.wait().await }))
+    Ok((ChildProcess { pid: pid.as_raw_nonzero().get(), pidfd }, async move { process.wait().await }))
 }
 
-/// How a process ended, for a log line.
+/// Returns how a process ended, for a log line.
 pub fn reason(status: io::Result<ExitStatus>) -> String {
     match status {
         Ok(status) => match (status.code(), status.signal()) {
@@ -127,7 +129,7 @@ pub fn reason(status: io::Result<ExitStatus>) -> String {
     }
 }
 
-/// Resident memory of a process in bytes, if it still runs.
+/// Returns the resident memory of a process in bytes, if it still runs.
 pub fn rss_bytes(pid: i32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let kib = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.split_ascii_whitespace().next()?;

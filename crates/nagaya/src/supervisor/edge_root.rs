@@ -1,14 +1,17 @@
-//! The edge's own root directory: a mount namespace in which there is nothing but what the edge opens by a path.
+//! The edge's own root directory: a mount namespace that has only what the edge opens by a path.
 //!
-//! The supervisor makes it once, and each edge enters it before it gives up its rights. It is a read-only file system in memory
-//! with a few mounts: directories of rules, the access log, the keeper's socket, and two files of `/proc`. Files by which
-//! names are resolved are copies (`names`). Everything else the edge gets as descriptors. Of these no directory leads up: each is a
-//! mount of its own, attached nowhere.
+//! The supervisor makes it once, and each edge enters it before it gives up its rights. It is a
+//! read-only file system in memory with a few mounts. They are directories of rules, the access
+//! log, the keeper's socket, and two files of `/proc`. Files for name resolution are copies
+//! (`names`). The edge gets everything else as descriptors. No path leads up from these
+//! directories: each is a mount of its own, attached nowhere.
 //!
-//! What lies at a path may be replaced while the edge runs, and a changed configuration may name other paths. So the
-//! supervisor looks at all of them twice a second, and whenever it tells the edge to open something anew.
+//! The file at a path may be replaced while the edge runs, and a changed configuration may name
+//! other paths. So the supervisor checks all of them twice a second, and whenever it makes the edge
+//! reopen something.
 //!
-//! Not here: which paths those are made of (`plan`), entering (`rights`), document roots and servers' sockets (the keeper's).
+//! Not here: the choice of paths (`plan`), entering (`rights`), document roots and servers' sockets
+//! (the keeper's).
 
 mod names;
 mod plan;
@@ -28,16 +31,17 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountPropagationFlags, MoveMountFlags, UnmountFlags, mount_change, move_mount, unmount};
 
-use self::names::Copies;
-use self::plan::{Place, Plan, Wish};
-use crate::config::Settings;
+use self::names::FileCopies;
+use self::plan::{RootPlace, RootPlan, WantedPath};
+use crate::config::NodeSettings;
 
 pub const CODE: Code = Code(518);
 
-/// How often the supervisor looks whether something at the paths was replaced.
+/// Interval of checks whether something at the paths was replaced.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// How long the supervisor's loop waits for a look that is under way: a directory of rules may be on a network that does not answer.
+/// Longest wait of the supervisor's loop for a check in progress. A directory of rules may be on a
+/// network that does not answer.
 const LOOK_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// Bytes of the file system in memory: room for the copies, twice while one is replaced.
@@ -46,50 +50,51 @@ const MEMORY_BYTES_MAX: u64 = names::COPY_BYTES_MAX * (names::FILES.len() as u64
 const DIRECTORY: OFlags =
     OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// What the kernel tells of the machine's load (`nagaya_edge::admission`).
+/// The kernel's files about the machine's load (`nagaya_edge::admission`).
 const LOAD_FILES: [&str; 2] = ["/proc/stat", "/proc/pressure/cpu"];
 
-/// The namespace, as long as the supervisor lives.
+/// The namespace, which lives as long as the supervisor.
 #[derive(Debug)]
 pub struct EdgeRoot {
     namespace: OwnedFd,
-    wishes: Mutex<Vec<Wish>>,
-    state: Mutex<State>,
+    wishes: Mutex<Vec<WantedPath>>,
+    state: Mutex<RootState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct RootState {
     /// The file system in memory, writable. The edge has it read-only.
     memory: OwnedFd,
-    shown: Plan,
-    copies: Copies,
-    /// What went wrong at the last look, so that it is said once.
+    shown: RootPlan,
+    copies: FileCopies,
+    /// Fault of the last check, so that it is logged once.
     trouble: Option<String>,
 }
 
 impl EdgeRoot {
-    /// An empty one. It fails without the right to make mounts.
+    /// Makes an empty one. Fails without the right to make mounts.
     pub fn make() -> io::Result<Self> {
         let memory = sandbox::memory(0, 0, "755", MEMORY_BYTES_MAX)?;
         let thread = std::thread::Builder::new().name("edge-root".into());
         let made = thread.spawn(move || make_namespace(&memory))?.join();
         let (namespace, memory) = made.map_err(|_| io::Error::other("its thread panicked"))??;
-        let state = State { memory, shown: Plan::default(), copies: Copies::default(), trouble: None };
+        let state =
+            RootState { memory, shown: RootPlan::default(), copies: FileCopies::default(), trouble: None };
         Ok(Self { namespace, wishes: Mutex::default(), state: Mutex::new(state) })
     }
 
-    /// For the edge, which enters it.
+    /// Returns the namespace for the edge to enter.
     pub fn namespace(&self) -> BorrowedFd<'_> {
         self.namespace.as_fd()
     }
 
-    /// Shows the edge what these settings name, as it is now.
-    pub fn configure(&self, settings: &Settings) {
+    /// Shows the edge the present files of these settings.
+    pub fn configure(&self, settings: &NodeSettings) {
         *self.wishes.lock() = wishes(settings);
         self.refresh();
     }
 
-    /// Shows the edge what lies at the paths now.
+    /// Shows the edge the present files at the paths.
     pub fn refresh(&self) {
         let Some(mut state) = self.state.try_lock_for(LOOK_WAIT_MAX) else {
             let seconds = LOOK_WAIT_MAX.as_secs();
@@ -106,12 +111,12 @@ impl EdgeRoot {
         state.trouble = trouble;
     }
 
-    /// Returns the first thing that went wrong; all else is done.
-    fn try_refresh(&self, state: &mut State) -> io::Result<()> {
+    /// Refreshes everything and returns the first fault; the rest is done.
+    fn try_refresh(&self, state: &mut RootState) -> io::Result<()> {
         let etc = open_directory(&state.memory, Path::new("/etc"))?;
         let copied = state.copies.refresh(&etc);
         let wishes = self.wishes.lock().clone();
-        let plan = Plan::of(&wishes);
+        let plan = RootPlan::resolve_paths(&wishes);
         if plan == state.shown {
             return copied;
         }
@@ -125,7 +130,7 @@ impl EdgeRoot {
                 Err(error) => failed = failed.and(Err(at_path(&place.path, &error))),
             }
         }
-        let mut shown: Vec<Place> = state.shown.places.clone();
+        let mut shown: Vec<RootPlace> = state.shown.places.clone();
         shown.retain(|place| !stale.contains(&place.path));
         let attached = self.inside(|| {
             for path in stale.iter().chain(made.iter().rev().map(|(_, place)| &place.path)) {
@@ -141,11 +146,11 @@ impl EdgeRoot {
         });
         shown.sort_by(|a, b| a.path.cmp(&b.path));
         let links = if linked.is_ok() { plan.links } else { std::mem::take(&mut state.shown.links) };
-        state.shown = Plan { links, places: shown };
+        state.shown = RootPlan { links, places: shown };
         copied.and(linked).and(failed).and(attached)
     }
 
-    /// Acts in the namespace, on a thread of its own.
+    /// Acts in the namespace, on a separate thread.
     fn inside(&self, act: impl FnOnce() -> io::Result<()> + Send) -> io::Result<()> {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("edge-root".into());
@@ -159,8 +164,8 @@ impl EdgeRoot {
     }
 }
 
-/// The mount that the edge is to see at a place, and what it goes on.
-fn make_mount(memory: &OwnedFd, plan: &Plan, place: &Place) -> io::Result<OwnedFd> {
+/// Makes the mount for the edge at a place, and its target.
+fn make_mount(memory: &OwnedFd, plan: &RootPlan, place: &RootPlace) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(&place.path, flags, Mode::empty())?;
     let mount = sandbox::detached_tree(&file, place.is_writable)?;
@@ -170,7 +175,8 @@ fn make_mount(memory: &OwnedFd, plan: &Plan, place: &Place) -> io::Result<OwnedF
     Ok(mount)
 }
 
-/// Ends the mount at this path of this thread's namespace, if there is one. It may have gone with what it lay in.
+/// Ends the mount at this path of this thread's namespace, if there is one. It may have gone with
+/// its parent.
 fn take_away(path: &Path) -> io::Result<()> {
     match unmount(path, UnmountFlags::DETACH) {
         Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
@@ -178,7 +184,7 @@ fn take_away(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes one as it is made for an edge, and says why that does not work.
+/// Tries to make one as for an edge, and returns why that fails.
 pub fn try_edge_root() -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
         return Err("it needs root".into());
@@ -186,7 +192,7 @@ pub fn try_edge_root() -> Result<(), String> {
     EdgeRoot::make().map(drop).map_err(|error| error.to_string())
 }
 
-/// Looks again and again. Never ends.
+/// Checks repeatedly. Never ends.
 pub async fn keep(root: Arc<EdgeRoot>) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
@@ -196,25 +202,26 @@ pub async fn keep(root: Arc<EdgeRoot>) {
     }
 }
 
-/// A directory that the edge gets as a descriptor, as a mount of its own from which no path leads up.
+/// Returns a directory for the edge as a mount of its own, from which no path leads up.
 pub fn close_off(directory: &OwnedFd) -> io::Result<OwnedFd> {
     let mount = sandbox::detached_tree(directory, true)?;
-    // The mount is as good for those who have something in it open, also when its own descriptor is closed.
+    // The mount stays valid while something in it is open, even after its own descriptor is closed.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     Ok(rustix::fs::openat(&mount, ".", flags, Mode::empty())?)
 }
 
-/// What the edge opens by a path.
-fn wishes(settings: &Settings) -> Vec<Wish> {
+/// Returns the paths that the edge opens.
+fn wishes(settings: &NodeSettings) -> Vec<WantedPath> {
     let options = settings.edge_options();
-    let mut wishes = vec![Wish::Read(options.keeper)];
-    wishes.extend(LOAD_FILES.map(|path| Wish::Read(path.into())));
-    wishes.extend(options.rules.into_iter().map(|rule| Wish::Rule(rule.path)));
-    wishes.extend(options.log.access.map(Wish::Write));
+    let mut wishes = vec![WantedPath::Read(options.keeper)];
+    wishes.extend(LOAD_FILES.map(|path| WantedPath::Read(path.into())));
+    wishes.extend(options.rules.into_iter().map(|rule| WantedPath::Rule(rule.path)));
+    wishes.extend(options.log.access.map(WantedPath::Write));
     wishes
 }
 
-/// Makes the namespace on this thread, whose root is then the file system in memory. Returns that once more, writable.
+/// Makes the namespace on this thread, with the file system in memory as its root. Returns that
+/// root again, writable.
 fn make_namespace(memory: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
@@ -224,19 +231,20 @@ fn make_namespace(memory: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
     let writable = sandbox::detached_tree(memory, true)?;
     rustix::process::fchdir(memory)?;
     rustix::process::pivot_root(".", ".")?;
-    // Where both are at one place the old one is on top.
+    // If both are at one place, the old one is on top.
     unmount(".", UnmountFlags::DETACH)?;
     rustix::process::chdir("/")?;
     sandbox::lock(memory)?;
     Ok((namespace, writable))
 }
 
-/// Enters it, with all of this process. It must have one thread.
+/// Enters it, with all of this process. The process must have one thread.
 pub fn enter(namespace: &OwnedFd) -> io::Result<()> {
     Ok(setns(namespace, CloneFlags::CLONE_NEWNS)?)
 }
 
-/// A directory of the file system in memory, made with those above it. No link is followed: one could lead to the node's.
+/// Returns a directory of the file system in memory, made with its parents. No link is followed:
+/// one could lead to the node's.
 fn open_directory(memory: &OwnedFd, path: &Path) -> io::Result<OwnedFd> {
     let mut at = rustix::io::fcntl_dupfd_cloexec(memory, 0)?;
     for name in names_of(path) {
@@ -247,7 +255,7 @@ fn open_directory(memory: &OwnedFd, path: &Path) -> io::Result<OwnedFd> {
                     rustix::fs::unlinkat(&at, &name, AtFlags::empty())?;
                 }
                 rustix::fs::mkdirat(&at, &name, Mode::from_raw_mode(0o755))?;
-                // The umask may have taken bits away that the edge needs.
+                // The umask may have removed bits that the edge needs.
                 rustix::fs::chmodat(&at, &name, Mode::from_raw_mode(0o755), AtFlags::empty())?;
                 rustix::fs::openat(&at, &name, DIRECTORY, Mode::empty())?
             }
@@ -256,8 +264,8 @@ fn open_directory(memory: &OwnedFd, path: &Path) -> io::Result<OwnedFd> {
     Ok(at)
 }
 
-/// What a mount goes on: an empty directory or file.
-fn put_target(memory: &OwnedFd, place: &Place) -> io::Result<()> {
+/// Makes the target of a mount: an empty directory or file.
+fn put_target(memory: &OwnedFd, place: &RootPlace) -> io::Result<()> {
     if place.is_directory {
         return open_directory(memory, &place.path).map(drop);
     }
@@ -280,7 +288,7 @@ fn put_link(memory: &OwnedFd, path: &Path, target: &Path) -> io::Result<()> {
     }
     match there {
         Err(Errno::NOENT) => {}
-        // An empty directory or file that a mount was on.
+        // An empty directory or file that was a mount's target.
         Err(Errno::INVAL) if rustix::fs::openat(&directory, &name, DIRECTORY, Mode::empty()).is_ok() => {
             rustix::fs::unlinkat(&directory, &name, AtFlags::REMOVEDIR)?;
         }
@@ -312,18 +320,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nodes_of_the_file_system_in_memory_are_made_without_following_links() {
+    fn nodes_in_memory_are_made_without_following_links() {
         let dir = tempfile::tempdir().unwrap();
         let outside = tempfile::tempdir().unwrap();
         let memory: OwnedFd = std::fs::File::open(dir.path()).unwrap().into();
         put_link(&memory, Path::new("/a/link"), outside.path()).unwrap();
         put_link(&memory, Path::new("/a/link"), outside.path()).unwrap();
         assert_eq!(std::fs::read_link(dir.path().join("a/link")).unwrap(), outside.path());
-        let place = |path: &str, is_directory| Place {
+        let place = |path: &str, is_directory| RootPlace {
             path: path.into(),
             is_directory,
             is_writable: false,
-            identity: plan::Identity::default(),
+            identity: plan::PlanIdentity::default(),
         };
         // A directory, a file and a link take each other's place.
         put_target(&memory, &place("/a/link/deep", true)).unwrap();

@@ -1,19 +1,19 @@
-//! Why a node does not start or cannot go on.
+//! Why a node does not start or cannot continue.
 
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use nagaya_base::Code;
-use nagaya_cmdb::store::StoreError;
+use nagaya_store::StoreError;
 
 use super::cluster::{MemberError, NOT_JOINED};
-use crate::config::Mistake;
+use crate::config::ConfigMistake;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    #[error("{}", .0.iter().map(Mistake::to_string).collect::<Vec<_>>().join("\n"))]
-    Configuration(Vec<Mistake>),
+    #[error("{}", .0.iter().map(ConfigMistake::to_string).collect::<Vec<_>>().join("\n"))]
+    Configuration(Vec<ConfigMistake>),
     #[error("{address} cannot be listened on: {error}; {hint}")]
     Listen { address: SocketAddr, error: io::Error, hint: String },
     #[error("{} cannot be listened on: {error}", path.display())]
@@ -29,7 +29,7 @@ pub enum ServeError {
     #[error("the {process} process cannot be started: {error}")]
     Spawn { process: &'static str, error: io::Error },
     #[error(
-        "the {process} process ended {times} times before the node was ready, the last time with {reason}; its reason stands in the log above"
+        "the {process} process ended {times} times before the node was ready, the last time with {reason}; the log above has the reason"
     )]
     NeverReady { process: &'static str, times: u32, reason: String },
     #[error("the runtime of the supervisor cannot be made: {0}")]
@@ -39,7 +39,7 @@ pub enum ServeError {
 }
 
 impl ServeError {
-    /// None where each line names its own.
+    /// Returns the code. `None` if each line has its own.
     pub fn code(&self) -> Option<Code> {
         Some(match self {
             Self::Configuration(_) => return None,

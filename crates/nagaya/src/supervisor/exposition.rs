@@ -1,15 +1,15 @@
-//! Several processes' metrics as one Prometheus page.
+//! Merges several processes' metrics into one Prometheus page.
 //!
 //! Not here: measuring (`telemetry`, and each process for itself).
 
 use std::fmt::Write as _;
 
-/// One page of the pages' families, each family once, in order of first appearance.
+/// Returns one page of the pages' families, each family once, in order of first appearance.
 ///
-/// The text format wants all samples of a metric in one group with one `HELP` and `TYPE`; the processes share
-/// some names, and each page may end with `# EOF`.
+/// The text format demands all samples of a metric in one group with one `HELP` and `TYPE`. The
+/// processes share some names, and each page may end with `# EOF`.
 pub fn merge(pages: &[String]) -> String {
-    let mut families: Vec<Family<'_>> = Vec::new();
+    let mut families: Vec<MetricFamily<'_>> = Vec::new();
     for page in pages {
         let mut current = None;
         for line in page.lines() {
@@ -44,20 +44,20 @@ pub fn merge(pages: &[String]) -> String {
 }
 
 #[derive(Debug)]
-struct Family<'a> {
+struct MetricFamily<'a> {
     name: &'a str,
     described: Vec<&'a str>,
     samples: Vec<&'a str>,
 }
 
-fn find_or_add<'a>(families: &mut Vec<Family<'a>>, name: &'a str) -> usize {
+fn find_or_add<'a>(families: &mut Vec<MetricFamily<'a>>, name: &'a str) -> usize {
     families.iter().position(|family| family.name == name).unwrap_or_else(|| {
-        families.push(Family { name, described: Vec::new(), samples: Vec::new() });
+        families.push(MetricFamily { name, described: Vec::new(), samples: Vec::new() });
         families.len() - 1
     })
 }
 
-/// The metric a `# HELP`, `# TYPE` or `# UNIT` line describes.
+/// Returns the metric of a `# HELP`, `# TYPE` or `# UNIT` line.
 fn described(line: &str) -> Option<&str> {
     let mut words = line.strip_prefix("# ")?.split(' ');
     matches!(words.next(), Some("HELP" | "TYPE" | "UNIT")).then(|| words.next()).flatten()
@@ -65,12 +65,13 @@ fn described(line: &str) -> Option<&str> {
 
 /// Writes the families of one process, in the text format.
 #[derive(Debug, Default)]
-pub struct Page {
+pub struct MetricPage {
     text: String,
 }
 
-impl Page {
-    /// `samples`: labels as `name="value"` pairs joined by commas, or empty; and the value.
+impl MetricPage {
+    /// Writes one family. A sample has labels as `name="value"` pairs joined by commas, or none,
+    /// and a value.
     pub fn family(&mut self, name: &str, kind: &str, help: &str, samples: &[(String, u64)]) {
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
         for (labels, value) in samples {
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_family_that_two_processes_have_appears_once_with_the_samples_of_both() {
+    fn a_family_of_two_processes_appears_once_with_all_samples() {
         let one = "# HELP a_total A.\n# TYPE a_total counter\na_total{p=\"1\"} 1\n# HELP b B.\n# TYPE b gauge\nb 2\n# EOF\n";
         let two = "# HELP a_total A.\n# TYPE a_total counter\na_total{p=\"2\"} 3\n# EOF\n";
         let expected = "# HELP a_total A.\n# TYPE a_total counter\na_total{p=\"1\"} 1\na_total{p=\"2\"} 3\n# HELP b B.\n# TYPE b gauge\nb 2\n";
@@ -110,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_page_is_written_in_the_text_format() {
-        let mut page = Page::default();
+        let mut page = MetricPage::default();
         page.family("up", "gauge", "Runs.", &[("process=\"edge\"".into(), 1), (String::new(), 2)]);
         assert_eq!(page.into_text(), "# HELP up Runs.\n# TYPE up gauge\nup{process=\"edge\"} 1\nup 2\n");
     }

@@ -1,10 +1,10 @@
-//! Feeding one process: its settings, every tenant and site, then each change, in order of revision, and
-//! taking its answers.
+//! Feeds one process: its settings, every tenant and site, then each change, in order of revision.
+//! It also takes the process's replies.
 //!
-//! Two threads per process, because both the store and the stream block. A process that does not keep up
-//! has a bounded queue; beyond it the feed is given up, and the supervisor starts the process anew, which
-//! then gets everything from the store. So nobody who commits a change ever waits for a process.
-//! Not here: the frames (`cmdb::feed`), the process (`child`).
+//! It uses two threads per process, because both the store and the stream block. A slow process has
+//! a bounded queue. Above it the feed is given up, and the supervisor restarts the process, which
+//! then gets everything from the store. So no committer of a change ever waits for a process. Not
+//! here: the frames (`records::feed`), the process (`child`).
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, BufReader, IoSlice, Write};
@@ -16,80 +16,81 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nagaya_cmdb::feed::{self, BATCH_MAX, Down, Question, Up};
-use nagaya_cmdb::store::{Store, snapshot_frames};
-use nagaya_cmdb::{Change, NodeName, SiteName, Why};
+use nagaya_records::feed::{self, BATCH_MAX, FeedQuery, FromSupervisor, ToSupervisor};
+use nagaya_records::{NodeName, PlacementReason, RecordChange, SiteName};
+use nagaya_store::{Store, snapshot_frames};
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
 use tokio::sync::oneshot;
 
-/// Changes that may wait for one process. At about 500 bytes each this is 64 MiB, shared by the processes.
+/// Changes that may wait for one process. At about 500 bytes each this is 64 MiB, shared by the
+/// processes.
 pub const QUEUE_CHANGES_MAX: usize = 1 << 17;
 
-/// Other frames that may wait for one process. There is one per signal, reload or question.
+/// Other frames that may wait for one process. There is one per signal, reload or query.
 pub const QUEUE_FRAMES_MAX: usize = 1024;
 
-/// Questions to one process without an answer yet.
+/// Queries to one process without a reply yet.
 const ASKS_MAX: usize = 64;
 
-/// How long a process has to answer a question.
+/// Longest time of a process's reply to a query.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What one transaction changed.
+/// The changes of one transaction.
 #[derive(Debug)]
-pub struct Changes {
+pub struct CommittedBatch {
     pub revision: u64,
-    pub changes: Vec<Change>,
+    pub changes: Vec<RecordChange>,
 }
 
 #[derive(Debug)]
-enum Job {
-    Changes(Arc<Changes>),
-    Frame(Down),
-    /// With the descriptor that goes along.
-    Passing(Down, OwnedFd),
+enum FeedJob {
+    Changes(Arc<CommittedBatch>),
+    Frame(FromSupervisor),
+    /// A frame with its descriptor.
+    Passing(FromSupervisor, OwnedFd),
 }
 
-/// What is still to be written. Pure: the threads do the waiting.
+/// The frames still to be written. Pure: the threads do the waiting.
 #[derive(Debug, Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
+struct FeedQueue {
+    jobs: VecDeque<FeedJob>,
     changes: usize,
-    /// Nothing is taken in or handed out any more.
+    /// No frames are accepted or handed out any more.
     closed: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Pushed {
+enum PushResult {
     Taken,
     /// The process is too far behind.
     Full,
     Closed,
 }
 
-impl Queue {
-    fn push(&mut self, job: Job) -> Pushed {
+impl FeedQueue {
+    fn push(&mut self, job: FeedJob) -> PushResult {
         if self.closed {
-            return Pushed::Closed;
+            return PushResult::Closed;
         }
-        let changes = if let Job::Changes(job) = &job { job.changes.len() } else { 0 };
-        // A single transaction may be larger than the queue: an import's memory is taken already.
+        let changes = if let FeedJob::Changes(job) = &job { job.changes.len() } else { 0 };
+        // A single transaction may be larger than the queue: an import's memory is in use already.
         let full = match job {
-            Job::Changes(_) => self.changes > 0 && self.changes + changes > QUEUE_CHANGES_MAX,
-            Job::Frame(_) | Job::Passing(..) => self.jobs.len() >= QUEUE_FRAMES_MAX + self.changes,
+            FeedJob::Changes(_) => self.changes > 0 && self.changes + changes > QUEUE_CHANGES_MAX,
+            FeedJob::Frame(_) | FeedJob::Passing(..) => self.jobs.len() >= QUEUE_FRAMES_MAX + self.changes,
         };
         if full {
-            return Pushed::Full;
+            return PushResult::Full;
         }
         self.changes += changes;
         self.jobs.push_back(job);
-        Pushed::Taken
+        PushResult::Taken
     }
 
-    fn pop(&mut self) -> Option<Job> {
+    fn pop(&mut self) -> Option<FeedJob> {
         let job = self.jobs.pop_front()?;
-        if let Job::Changes(job) = &job {
+        if let FeedJob::Changes(job) = &job {
             self.changes -= job.changes.len();
         }
         Some(job)
@@ -100,46 +101,53 @@ impl Queue {
     }
 }
 
-/// What a feed tells its supervisor.
+/// A feed's message to its supervisor.
 #[derive(Debug)]
-pub enum News {
+pub enum FeedNews {
     /// The process serves, and knows everything up to this revision.
     Ready { revision: u64 },
-    /// The edge asks where a site's application is to run.
-    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName>, probe_us: u64 },
+    /// The edge asks where a site's application runs.
+    Place {
+        tag: u64,
+        site: SiteName,
+        seen: Option<u64>,
+        why: PlacementReason,
+        lost: Option<NodeName>,
+        probe_us: u64,
+    },
     /// The edge: this node answers after all.
     Heard { node: NodeName },
-    /// The edge: this node's answer to a probe is late.
+    /// The edge: this node's reply to a probe is late.
     Doubt { node: NodeName },
     /// The edge: a member asks this node to vouch for it.
     VouchAsked { tag: u64, id: String },
     /// The edge: a member vouches for this node.
     Vouched { round: u64, id: String, moved: u64 },
-    /// Nothing more is fed: the process must be started anew. Also said when it has ended by itself.
+    /// The feed is over: the process must be restarted. Also sent when it has ended by itself.
     Over { reason: String },
 }
 
 /// The supervisor's end of one process's feed.
-pub struct Feed {
-    shared: Arc<Shared>,
+pub struct ProcessFeed {
+    shared: Arc<FeedState>,
     tag: AtomicU64,
 }
 
-struct Shared {
-    queue: Mutex<Queue>,
+struct FeedState {
+    queue: Mutex<FeedQueue>,
     filled: Condvar,
     stream: UnixStream,
     asks: Mutex<HashMap<u64, oneshot::Sender<String>>>,
-    /// The first thing that went wrong; what fails after it follows from it.
+    /// The first fault; later failures follow from it.
     over: Mutex<Option<String>>,
-    news: Box<dyn Fn(News) + Send + Sync>,
+    news: Box<dyn Fn(FeedNews) + Send + Sync>,
 }
 
-impl Feed {
-    /// A feed that takes in changes but writes nothing yet. `news` is called from the feed's own threads and may
-    /// block.
-    pub fn new(stream: UnixStream, news: impl Fn(News) + Send + Sync + 'static) -> Self {
-        let shared = Arc::new(Shared {
+impl ProcessFeed {
+    /// Makes a feed that accepts changes but writes nothing yet. `news` is called from the feed's
+    /// own threads and may block.
+    pub fn new(stream: UnixStream, news: impl Fn(FeedNews) + Send + Sync + 'static) -> Self {
+        let shared = Arc::new(FeedState {
             queue: Mutex::default(),
             filled: Condvar::new(),
             stream,
@@ -150,12 +158,14 @@ impl Feed {
         Self { shared, tag: AtomicU64::new(1) }
     }
 
-    /// Begins to write: `options`, then all that `store` holds, then what was and will be handed to
-    /// [`Feed::changes`]. Whoever commits changes must know of this feed before it begins: then a change is either
-    /// in the store when it is read, or in the queue, or both.
+    /// Starts writing: `options`, then the whole `store`, then all past and future calls of
+    /// [`ProcessFeed::changes`]. A committer of changes must know of this feed before it starts.
+    /// Then a change is in the store when it is read, or in the queue, or both.
     pub fn begin(&self, options: serde_json::Value, store: Arc<dyn Store>) -> io::Result<()> {
-        let (to, from) = (self.shared.stream.try_clone()?, self.shared.stream.try_clone()?);
-        let (writer, reader) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
+        let to = self.shared.stream.try_clone()?;
+        let from = self.shared.stream.try_clone()?;
+        let writer = Arc::clone(&self.shared);
+        let reader = Arc::clone(&self.shared);
         std::thread::Builder::new().name("feed".into()).spawn(move || {
             if let Err(error) = writer.write_all(to, options, &*store) {
                 writer.give_up(error.to_string());
@@ -167,35 +177,35 @@ impl Feed {
                 Err(error) => error.to_string(),
             };
             reader.give_up(reason);
-            // Only this thread says so: it may wait, while whoever commits a change may not.
+            // Only this thread reports it: it may wait, while a committer of a change may not.
             let reason = reader.over.lock().take().unwrap_or_default();
-            (reader.news)(News::Over { reason });
+            (reader.news)(FeedNews::Over { reason });
         })?;
         Ok(())
     }
 
     /// Hands on a committed transaction. Never blocks.
-    pub fn changes(&self, changes: Arc<Changes>) {
-        self.push(Job::Changes(changes));
+    pub fn changes(&self, changes: Arc<CommittedBatch>) {
+        self.push(FeedJob::Changes(changes));
     }
 
     /// Hands on any other frame. Never blocks.
-    pub fn send(&self, frame: Down) {
-        self.push(Job::Frame(frame));
+    pub fn send(&self, frame: FromSupervisor) {
+        self.push(FeedJob::Frame(frame));
     }
 
     /// Hands on a frame and a descriptor with it. Never blocks.
-    pub fn pass(&self, frame: Down, descriptor: OwnedFd) {
-        self.push(Job::Passing(frame, descriptor));
+    pub fn pass(&self, frame: FromSupervisor, descriptor: OwnedFd) {
+        self.push(FeedJob::Passing(frame, descriptor));
     }
 
-    /// Asks the process. None: it did not answer in time, or is gone.
-    pub async fn ask(&self, question: Question) -> Option<String> {
-        self.ask_within(ANSWER_TIMEOUT, question).await
+    /// Queries the process. `None` if it did not answer in time, or is gone.
+    pub async fn query(&self, question: FeedQuery) -> Option<String> {
+        self.query_within(ANSWER_TIMEOUT, question).await
     }
 
-    /// Asks for what takes longer than to look something up.
-    pub async fn ask_within(&self, patience: Duration, question: Question) -> Option<String> {
+    /// Does the same for a query that takes longer than a look-up.
+    pub async fn query_within(&self, patience: Duration, question: FeedQuery) -> Option<String> {
         let tag = self.tag.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         {
@@ -205,39 +215,39 @@ impl Feed {
             }
             asks.insert(tag, answer);
         }
-        let _forget = Forget { shared: &self.shared, tag };
-        self.send(Down::Ask { tag, question });
+        let _forget = ForgetQuery { shared: &self.shared, tag };
+        self.send(FromSupervisor::Ask { tag, question });
         tokio::time::timeout(patience, answered).await.ok()?.ok()
     }
 
-    fn push(&self, job: Job) {
+    fn push(&self, job: FeedJob) {
         let pushed = self.shared.queue.lock().push(job);
         match pushed {
-            Pushed::Taken => {
+            PushResult::Taken => {
                 self.shared.filled.notify_one();
             }
-            Pushed::Full => {
+            PushResult::Full => {
                 let reason = format!("it is more than {QUEUE_CHANGES_MAX} changes behind");
                 self.shared.give_up(reason);
             }
-            Pushed::Closed => {}
+            PushResult::Closed => {}
         }
     }
 }
 
-impl Drop for Feed {
+impl Drop for ProcessFeed {
     fn drop(&mut self) {
         self.shared.close();
     }
 }
 
-/// Takes a question back whose asker no longer waits.
-struct Forget<'a> {
-    shared: &'a Shared,
+/// Takes a query back whose caller no longer waits.
+struct ForgetQuery<'a> {
+    shared: &'a FeedState,
     tag: u64,
 }
 
-impl Drop for Forget<'_> {
+impl Drop for ForgetQuery<'_> {
     fn drop(&mut self) {
         self.shared.asks.lock().remove(&self.tag);
     }
@@ -245,34 +255,34 @@ impl Drop for Forget<'_> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Apply<'a> {
-    Apply(&'a [Change]),
+enum ApplyFrame<'a> {
+    Apply(&'a [RecordChange]),
 }
 
-impl Shared {
+impl FeedState {
     fn write_all(&self, mut to: UnixStream, options: serde_json::Value, store: &dyn Store) -> io::Result<()> {
-        feed::write(&mut to, &Down::Options(options))?;
+        feed::write(&mut to, &FromSupervisor::Options(options))?;
         let fed = snapshot_frames(store, &mut |frame| to.write_all(frame)).map_err(io::Error::other)?;
-        feed::write(&mut to, &Down::Commit { revision: fed })?;
+        feed::write(&mut to, &FromSupervisor::Commit { revision: fed })?;
         while let Some(job) = self.next() {
             match job {
-                // The store was read after the queue was opened, so it held some of these already.
-                Job::Changes(job) if job.revision <= fed => {}
-                Job::Changes(job) => {
+                // The store was read after the queue was opened, so it had some of these already.
+                FeedJob::Changes(job) if job.revision <= fed => {}
+                FeedJob::Changes(job) => {
                     for batch in job.changes.chunks(BATCH_MAX) {
-                        feed::write(&mut to, &Apply::Apply(batch))?;
+                        feed::write(&mut to, &ApplyFrame::Apply(batch))?;
                     }
-                    feed::write(&mut to, &Down::Commit { revision: job.revision })?;
+                    feed::write(&mut to, &FromSupervisor::Commit { revision: job.revision })?;
                 }
-                Job::Frame(frame) => feed::write(&mut to, &frame)?,
-                Job::Passing(frame, descriptor) => write_with(&mut to, &frame, &descriptor)?,
+                FeedJob::Frame(frame) => feed::write(&mut to, &frame)?,
+                FeedJob::Passing(frame, descriptor) => write_with(&mut to, &frame, &descriptor)?,
             }
         }
         Ok(())
     }
 
-    /// The next job, or None once the feed is closed.
-    fn next(&self) -> Option<Job> {
+    /// Returns the next job, or `None` once the feed is closed.
+    fn next(&self) -> Option<FeedJob> {
         let mut queue = self.queue.lock();
         loop {
             if queue.closed {
@@ -289,20 +299,22 @@ impl Shared {
         let mut from = BufReader::new(from);
         while let Some(up) = feed::read(&mut from)? {
             match up {
-                Up::Ready { revision } => (self.news)(News::Ready { revision }),
-                Up::Answer { tag, text } => {
+                ToSupervisor::Ready { revision } => (self.news)(FeedNews::Ready { revision }),
+                ToSupervisor::Answer { tag, text } => {
                     if let Some(answer) = self.asks.lock().remove(&tag) {
-                        // Whoever asked may have left meanwhile.
+                        // The caller may have left meanwhile.
                         let _ = answer.send(text);
                     }
                 }
-                Up::Place { tag, site, seen, why, lost, probe_us } => {
-                    (self.news)(News::Place { tag, site, seen, why, lost, probe_us });
+                ToSupervisor::Place { tag, site, seen, why, lost, probe_us } => {
+                    (self.news)(FeedNews::Place { tag, site, seen, why, lost, probe_us });
                 }
-                Up::Heard { node } => (self.news)(News::Heard { node }),
-                Up::Doubt { node } => (self.news)(News::Doubt { node }),
-                Up::VouchAsked { tag, id } => (self.news)(News::VouchAsked { tag, id }),
-                Up::Vouched { round, id, moved } => (self.news)(News::Vouched { round, id, moved }),
+                ToSupervisor::Heard { node } => (self.news)(FeedNews::Heard { node }),
+                ToSupervisor::Doubt { node } => (self.news)(FeedNews::Doubt { node }),
+                ToSupervisor::VouchAsked { tag, id } => (self.news)(FeedNews::VouchAsked { tag, id }),
+                ToSupervisor::Vouched { round, id, moved } => {
+                    (self.news)(FeedNews::Vouched { round, id, moved })
+                }
             }
         }
         Ok(())
@@ -310,7 +322,7 @@ impl Shared {
 
     /// Ends both threads.
     fn close(&self) {
-        *self.queue.lock() = Queue::closed();
+        *self.queue.lock() = FeedQueue::closed();
         self.filled.notify_one();
         self.asks.lock().clear();
         // Wakes a thread that is blocked in a write to a process that does not read, or in a read.
@@ -324,7 +336,7 @@ impl Shared {
 }
 
 /// Writes a frame; the descriptor goes with its first bytes.
-fn write_with(to: &mut UnixStream, frame: &Down, descriptor: &OwnedFd) -> io::Result<()> {
+fn write_with(to: &mut UnixStream, frame: &FromSupervisor, descriptor: &OwnedFd) -> io::Result<()> {
     let bytes = feed::encode(frame)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -1,7 +1,7 @@
 //! The node while it runs: one loop that takes the next event and acts on it.
 //!
-//! Every wait is an event (a signal, the end of a process, its news, a timer), so that the order of things is
-//! decided in one place. Not here: making what the node needs (`supervisor`), starting one process (`child`).
+//! Every wait is an event: a signal, the end of a process, its news, a timer. So one place decides
+//! the order. Not here: making the node's parts (`supervisor`), starting one process (`child`).
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -10,140 +10,141 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_base::{Clock as _, Reckoning, SystemClock};
-use nagaya_cmdb::check::IdPolicy;
-use nagaya_cmdb::feed::Down;
+use nagaya_base::{AnchoredClock, Clock as _, SystemClock};
+use nagaya_records::check::IdPolicy;
+use nagaya_records::feed::FromSupervisor;
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-use super::Serve;
-use super::backoff::{Backoff, FAST_RESTARTS};
-use super::child::{self, Child, Role};
-use super::cluster::{Order, Place};
+use super::ServeOptions;
+use super::backoff::{FAST_RESTARTS, RestartBackoff};
+use super::child::{self, ChildProcess, ProcessRole};
+use super::cluster::{ClusterOrder, PlacementRequest};
 use super::edge_root::EdgeRoot;
 use super::error::ServeError;
-use super::feed::{Feed, News};
-use super::identity::Identity;
-use super::node::{KeeperFacts, Node};
+use super::feed::{FeedNews, ProcessFeed};
+use super::node::{KeeperFacts, SupervisedNode};
 use super::priority;
-use super::sockets::{Listening, Peers, expect_signs};
-use super::{notify, place, reload};
-use crate::config::{self, Settings};
-use crate::inherit::{Inherited, InheritedListener, InheritedPeers, number};
-use crate::logging::{self, Sink};
+use super::sockets::{BoundSockets, PeerSocketsFile, expect_signs};
+use super::{notify, reload};
+use crate::config::{self, NodeSettings};
+use crate::identity::ProcessIdentity;
+use crate::inherit::{InheritedFds, InheritedListener, InheritedPeers, number};
+use crate::logging::{self, LogSink};
+use crate::supervisor::runtime_dir;
 use crate::tenant_ids::IdSource;
 
-/// Events that wait to be acted on. Each source has at most a few at once.
+/// Events that wait to be handled. Each source has at most a few at once.
 const EVENTS_MAX: usize = 256;
 
-/// What the edge gets beyond the drain time until it is ended by force: it enforces the time itself.
+/// Time beyond the drain time until the edge is ended by force: it enforces the drain time itself.
 const DRAIN_MARGIN: Duration = Duration::from_secs(2);
 
-/// How long the keeper has to end what it started.
+/// Time for the keeper to end everything that it started.
 const KEEPER_END: Duration = Duration::from_secs(10);
 
-/// How long a process may go on whose feed is over, before it is ended by force.
+/// Time for a process whose feed is over, before it is ended by force.
 const FEEDLESS_MAX: Duration = Duration::from_secs(1);
 
 /// Ends of one process before the node was ever ready, after which the start has failed.
 const FAILED_STARTS_MAX: u32 = FAST_RESTARTS + 1;
 
-/// What was made before the life begins.
-pub struct Parts {
-    pub serve: Serve,
-    pub settings: Settings,
-    pub sink: Sink,
-    pub listening: Vec<Listening>,
+/// Parts that were made before the loop starts.
+pub struct ManagerParts {
+    pub serve: ServeOptions,
+    pub settings: NodeSettings,
+    pub sink: LogSink,
+    pub listening: Vec<BoundSockets>,
     pub keeper_socket: OwnedFd,
-    pub edge_identity: Option<Identity>,
+    pub edge_identity: Option<ProcessIdentity>,
     pub ids: IdSource,
-    /// Where the edge keeps what it promised. None: it promises nothing.
+    /// Directory of the edge's promises. `None` if it promises nothing.
     pub tickets: Option<OwnedFd>,
-    /// Where the edge keeps large bodies. None: it keeps none.
+    /// Directory of the edge's large bodies. `None` if it stores none.
     pub spool: Option<OwnedFd>,
-    /// What the edge sees of the file system. None: all that its user may.
+    /// The file system that the edge sees. `None` means all that its user may see.
     pub edge_root: Option<Arc<EdgeRoot>>,
-    /// Goes on while edges come and go.
-    pub reckoning: Reckoning,
-    /// Where other nodes of a cluster reach the edge. None: it can be in none.
-    pub peers: Option<Peers>,
-    pub node: Arc<Node>,
+    /// Continues across restarts of edges.
+    pub reckoning: AnchoredClock,
+    /// Where other nodes of a cluster reach the edge. `None` if it cannot join one.
+    pub peers: Option<PeerSocketsFile>,
+    pub node: Arc<SupervisedNode>,
 }
 
 #[derive(Debug)]
-enum Event {
-    Told(Told),
-    /// A process has ended. `run` tells its life from the next one of the same role.
+enum ProcessEvent {
+    Told(OperatorSignal),
+    /// A process has ended. `run` distinguishes its life from the next one of the same role.
     Ended {
-        role: Role,
+        role: ProcessRole,
         run: u64,
         reason: String,
     },
     News {
-        role: Role,
+        role: ProcessRole,
         run: u64,
-        news: News,
+        news: FeedNews,
     },
-    /// The node's place in its cluster has changed.
+    /// The node's membership in its cluster has changed.
     Credentials,
     /// The wait before a restart is over.
-    Start(Role),
-    /// A process had its time to end.
+    Start(ProcessRole),
+    /// A process's time to end is over.
     Overdue {
-        role: Role,
+        role: ProcessRole,
         run: u64,
     },
 }
 
-/// What an operator tells the node by a signal.
+/// An operator's signal to the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum OperatorSignal {
     End,
     Reload,
     ReopenLogs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Phase {
+enum ProcessPhase {
     Starting,
     Serving,
-    /// The edge finishes what runs.
+    /// The edge finishes running requests.
     Draining,
-    /// The edge is gone; the keeper ends what it started.
+    /// The edge is gone; the keeper ends everything that it started.
     Closing,
 }
 
-/// One process: whether it runs now, and how it went so far.
-struct Slot {
-    child: Option<Child>,
+/// One process: whether it runs now, and its history.
+struct ProcessSlot {
+    child: Option<ChildProcess>,
     run: u64,
     since: Instant,
-    backoff: Backoff,
+    backoff: RestartBackoff,
 }
 
-pub struct Life {
-    parts: Parts,
-    phase: Phase,
-    slots: HashMap<&'static str, Slot>,
-    tell: mpsc::Sender<Event>,
-    events: mpsc::Receiver<Event>,
+pub struct ProcessManager {
+    parts: ManagerParts,
+    phase: ProcessPhase,
+    slots: HashMap<&'static str, ProcessSlot>,
+    tell: mpsc::Sender<ProcessEvent>,
+    events: mpsc::Receiver<ProcessEvent>,
 }
 
-impl Life {
-    pub fn new(parts: Parts) -> Result<Self, ServeError> {
+impl ProcessManager {
+    pub fn new(parts: ManagerParts) -> Result<Self, ServeError> {
         let (tell, events) = mpsc::channel(EVENTS_MAX);
         for (kind, told) in [
-            (SignalKind::terminate(), Told::End),
-            (SignalKind::interrupt(), Told::End),
-            (SignalKind::hangup(), Told::Reload),
-            (SignalKind::user_defined1(), Told::ReopenLogs),
+            (SignalKind::terminate(), OperatorSignal::End),
+            (SignalKind::interrupt(), OperatorSignal::End),
+            (SignalKind::hangup(), OperatorSignal::Reload),
+            (SignalKind::user_defined1(), OperatorSignal::ReopenLogs),
         ] {
             let mut signal = signal(kind).map_err(ServeError::Runtime)?;
             let tell = tell.clone();
             tokio::task::spawn_local(async move {
                 while signal.recv().await.is_some() {
-                    if tell.send(Event::Told(told)).await.is_err() {
+                    if tell.send(ProcessEvent::Told(told)).await.is_err() {
                         break;
                     }
                 }
@@ -151,19 +152,20 @@ impl Life {
         }
         follow_credentials(&parts.node, tell.clone());
         let now = SystemClock.now();
-        let slot =
-            |role: Role| (role.name(), Slot { child: None, run: 0, since: now, backoff: Backoff::default() });
-        let slots = Role::ALL.into_iter().map(slot).collect();
-        Ok(Self { parts, phase: Phase::Starting, slots, tell, events })
+        let slot = |role: ProcessRole| {
+            (role.name(), ProcessSlot { child: None, run: 0, since: now, backoff: RestartBackoff::default() })
+        };
+        let slots = ProcessRole::ALL.into_iter().map(slot).collect();
+        Ok(Self { parts, phase: ProcessPhase::Starting, slots, tell, events })
     }
 
     /// Starts the processes and keeps them running until the node has ended.
     pub async fn run(mut self) -> Result<(), ServeError> {
-        for role in Role::ALL {
+        for role in ProcessRole::ALL {
             self.start(role)?;
         }
         loop {
-            // The sender is held by this very value, so the channel stays open.
+            // This very value holds the sender, so the channel stays open.
             let Some(event) = self.events.recv().await else { return Ok(()) };
             if let ControlFlow::Break(result) = self.apply(event) {
                 return result;
@@ -171,45 +173,50 @@ impl Life {
         }
     }
 
-    fn apply(&mut self, event: Event) -> ControlFlow<Result<(), ServeError>> {
+    fn apply(&mut self, event: ProcessEvent) -> ControlFlow<Result<(), ServeError>> {
         match event {
-            Event::Told(Told::End) => return self.end(),
-            Event::Told(Told::Reload) => self.reload(),
-            Event::Told(Told::ReopenLogs) => self.reopen_logs(),
-            Event::Credentials => self.tell_options(),
-            Event::News { role, run, news } if run == self.slot(role).run => self.news(role, news),
-            Event::Ended { role, run, reason } if run == self.slot(role).run => {
+            ProcessEvent::Told(OperatorSignal::End) => return self.end(),
+            ProcessEvent::Told(OperatorSignal::Reload) => self.reload(),
+            ProcessEvent::Told(OperatorSignal::ReopenLogs) => self.reopen_logs(),
+            ProcessEvent::Credentials => self.tell_options(),
+            ProcessEvent::News { role, run, news } if run == self.slot(role).run => self.news(role, news),
+            ProcessEvent::Ended { role, run, reason } if run == self.slot(role).run => {
                 return self.ended(role, reason);
             }
-            Event::Overdue { role, run } if run == self.slot(role).run => {
+            ProcessEvent::Overdue { role, run } if run == self.slot(role).run => {
                 if let Some(child) = &self.slot(role).child {
                     tracing::warn!("the {role} process did not end in time and is ended by force");
                     child.signal(Signal::KILL);
                 }
             }
-            Event::Start(role) if self.phase < Phase::Draining || self.wanted_while_draining(role) => {
+            ProcessEvent::Start(role)
+                if self.phase < ProcessPhase::Draining || self.wanted_while_draining(role) =>
+            {
                 if let Err(error) = self.start(role) {
                     tracing::error!(code = "NGY0504", "{error}");
-                    let wait = self.slot(role).backoff.ended(Duration::ZERO);
-                    self.later(wait, Event::Start(role));
+                    let wait = self.slot(role).backoff.next_delay(Duration::ZERO);
+                    self.later(wait, ProcessEvent::Start(role));
                 }
             }
-            // News of a process that has ended, or a start that nobody wants any more.
-            Event::News { .. } | Event::Ended { .. } | Event::Overdue { .. } | Event::Start(_) => {}
+            // News of a process that has ended, or a start that is no longer wanted.
+            ProcessEvent::News { .. }
+            | ProcessEvent::Ended { .. }
+            | ProcessEvent::Overdue { .. }
+            | ProcessEvent::Start(_) => {}
         }
         ControlFlow::Continue(())
     }
 
-    /// Requests that still run need the keeper.
-    fn wanted_while_draining(&self, role: Role) -> bool {
-        self.phase == Phase::Draining && role == Role::Keeper
+    /// Running requests still need the keeper.
+    fn wanted_while_draining(&self, role: ProcessRole) -> bool {
+        self.phase == ProcessPhase::Draining && role == ProcessRole::Keeper
     }
 
-    fn slot(&mut self, role: Role) -> &mut Slot {
+    fn slot(&mut self, role: ProcessRole) -> &mut ProcessSlot {
         self.slots.get_mut(role.name()).expect("every role has a slot from the beginning")
     }
 
-    fn later(&self, wait: Duration, event: Event) {
+    fn later(&self, wait: Duration, event: ProcessEvent) {
         let tell = self.tell.clone();
         tokio::task::spawn_local(async move {
             tokio::time::sleep(wait).await;
@@ -218,7 +225,7 @@ impl Life {
         });
     }
 
-    fn start(&mut self, role: Role) -> Result<(), ServeError> {
+    fn start(&mut self, role: ProcessRole) -> Result<(), ServeError> {
         let failed = |error| ServeError::Spawn { process: role.name(), error };
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let (inherited, descriptors) = describe(&self.parts, role, &theirs);
@@ -227,16 +234,17 @@ impl Life {
         let slot = self.slot(role);
         slot.run += 1;
         slot.since = SystemClock.now();
-        let (run, pid) = (slot.run, child.pid);
+        let run = slot.run;
+        let pid = child.pid;
         slot.child = Some(child);
         let tell = self.tell.clone();
         tokio::task::spawn_local(async move {
             let reason = child::reason(end.await);
-            let _ = tell.send(Event::Ended { role, run, reason }).await;
+            let _ = tell.send(ProcessEvent::Ended { role, run, reason }).await;
         });
         let tell = self.tell.clone();
-        let feed = Arc::new(Feed::new(ours, move |news| {
-            let _ = tell.blocking_send(Event::News { role, run, news });
+        let feed = Arc::new(ProcessFeed::new(ours, move |news| {
+            let _ = tell.blocking_send(ProcessEvent::News { role, run, news });
         }));
         self.parts.node.process(role, |process| {
             process.pid = Some(pid);
@@ -248,88 +256,94 @@ impl Life {
         feed.begin(self.options(role), Arc::clone(&self.parts.node.store)).map_err(failed)
     }
 
-    /// Without root the edge has the uid of whoever started nagaya.
+    /// Returns the policy. Without root the edge has the uid of the user that started nagaya.
     fn tenant_ids(&self) -> IdPolicy {
         let edge = self.parts.edge_identity;
         let edge_uid = edge.map_or_else(|| nix::unistd::geteuid().as_raw(), |edge| edge.uid);
         IdPolicy { edge_uid, ..self.parts.ids.policy() }
     }
 
-    /// What the process is told of the configuration.
-    fn options(&self, role: Role) -> serde_json::Value {
+    /// Returns the process's part of the configuration.
+    fn options(&self, role: ProcessRole) -> serde_json::Value {
         let settings = &self.parts.settings;
         let cluster = self.parts.node.credentials.borrow().as_deref().cloned();
         match role {
-            Role::Edge => serde_json::to_value(nagaya_edge::Options { cluster, ..settings.edge_options() }),
-            Role::Keeper => {
+            ProcessRole::Edge => {
+                serde_json::to_value(nagaya_edge::EdgeConfig { cluster, ..settings.edge_options() })
+            }
+            ProcessRole::Keeper => {
                 let mut options = settings.keeper_options(self.tenant_ids());
+                // A site's program may send requests to its own site.
+                options.programs.own_addresses = self.parts.listening.iter().map(|at| at.address).collect();
                 options.node = cluster.map(|cluster| cluster.node);
                 let KeeperFacts { image_keys, etcd } = self.parts.node.keeper_facts();
-                (options.instances.image_keys, options.etcd) = (image_keys, etcd);
+                options.instances.image_keys = image_keys;
+                options.etcd = etcd;
                 serde_json::to_value(options)
             }
         }
         .expect("options hold numbers, texts and paths that came from a text")
     }
 
-    fn news(&mut self, role: Role, news: News) {
+    fn news(&mut self, role: ProcessRole, news: FeedNews) {
         match news {
-            News::Ready { revision } => {
+            FeedNews::Ready { revision } => {
                 let mut started = None;
                 self.parts.node.process(role, |process| {
                     if process.revision.replace(revision).is_none() {
                         started = process.pid;
                     }
                 });
-                if let (Role::Edge, Some(edge)) = (role, started) {
+                if let (ProcessRole::Edge, Some(edge)) = (role, started) {
                     priority::have_one_thread_first(edge);
                 }
-                if self.phase == Phase::Starting && self.parts.node.all_ready() {
-                    self.phase = Phase::Serving;
+                if self.phase == ProcessPhase::Starting && self.parts.node.all_ready() {
+                    self.phase = ProcessPhase::Serving;
                     self.parts.node.set_ready();
                     notify::notify("READY=1");
                     let ms = SystemClock.now().duration_since(self.parts.node.started).as_millis();
                     tracing::info!(revision, "the node serves after {ms} ms");
                 }
             }
-            News::Place { tag, site, seen, why, lost, probe_us } => {
+            FeedNews::Place { tag, site, seen, why, lost, probe_us } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
-                    cluster.place(Place { tag, site, seen, why, lost, probe_us, edge });
+                    cluster.place(PlacementRequest { tag, site, seen, why, lost, probe_us, edge });
                 }
             }
-            News::Heard { node } => {
+            FeedNews::Heard { node } => {
                 if let Some(cluster) = &self.parts.node.cluster {
-                    cluster.tell(Order::Heard(node));
+                    cluster.send_order(ClusterOrder::Heard(node));
                 }
             }
-            News::Doubt { node } => {
+            FeedNews::Doubt { node } => {
                 if let Some(cluster) = &self.parts.node.cluster {
-                    cluster.tell(Order::Doubt(node));
+                    cluster.send_order(ClusterOrder::Doubt(node));
                 }
             }
-            News::VouchAsked { tag, id } => {
+            FeedNews::VouchAsked { tag, id } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
-                    cluster.tell(Order::Vouch { tag, id, edge });
+                    cluster.send_order(ClusterOrder::Vouch { tag, id, edge });
                 }
             }
-            News::Vouched { round, id, moved } => {
+            FeedNews::Vouched { round, id, moved } => {
                 if let Some(cluster) = &self.parts.node.cluster {
-                    cluster.tell(Order::Vouched { round, id, moved });
+                    cluster.send_order(ClusterOrder::Vouched { round, id, moved });
                 }
             }
-            News::Over { reason } => {
-                // A process that is about to end closes its feed first; its end is told as such. One that does
-                // not end can no longer be told anything, and must. One that was told to end has its own time for that.
-                if self.slot(role).child.is_some() && self.phase < Phase::Draining {
+            FeedNews::Over { reason } => {
+                // A process that is about to end closes its feed first; its end is reported
+                // separately. A process that does not end can get no more messages, and must end. A
+                // process that was ordered to end has its own time for that.
+                if self.slot(role).child.is_some() && self.phase < ProcessPhase::Draining {
                     let run = self.slot(role).run;
                     tracing::debug!("the feed of the {role} process is over: {reason}");
-                    self.later(FEEDLESS_MAX, Event::Overdue { role, run });
+                    self.later(FEEDLESS_MAX, ProcessEvent::Overdue { role, run });
                 }
             }
         }
     }
 
-    fn ended(&mut self, role: Role, reason: String) -> ControlFlow<Result<(), ServeError>> {
+    fn ended(&mut self, role: ProcessRole, reason: String) -> ControlFlow<Result<(), ServeError>> {
         let ran = SystemClock.now().duration_since(self.slot(role).since);
         self.slot(role).child = None;
         self.parts.node.process(role, |process| {
@@ -339,21 +353,21 @@ impl Life {
             process.last_end = Some(reason.clone());
         });
         match (self.phase, role) {
-            (Phase::Draining, Role::Edge) => {
+            (ProcessPhase::Draining, ProcessRole::Edge) => {
                 tracing::info!("the edge process has ended: {reason}");
                 return self.close();
             }
-            (Phase::Closing, Role::Keeper) => {
+            (ProcessPhase::Closing, ProcessRole::Keeper) => {
                 tracing::info!("the keeper process has ended: {reason}");
                 return ControlFlow::Break(Ok(()));
             }
             _ => {}
         }
-        // While the node starts, nothing has served yet that could be forgiven for it.
-        let served = if self.phase == Phase::Starting { Duration::ZERO } else { ran };
-        let wait = self.slot(role).backoff.ended(served);
+        // While the node starts, it has served nothing yet, so no earlier end is forgotten.
+        let served = if self.phase == ProcessPhase::Starting { Duration::ZERO } else { ran };
+        let wait = self.slot(role).backoff.next_delay(served);
         let times = self.slot(role).backoff.ends();
-        if self.phase == Phase::Starting && times >= FAILED_STARTS_MAX {
+        if self.phase == ProcessPhase::Starting && times >= FAILED_STARTS_MAX {
             return ControlFlow::Break(Err(ServeError::NeverReady { process: role.name(), times, reason }));
         }
         tracing::error!(
@@ -362,56 +376,58 @@ impl Life {
             ran.as_millis(),
             wait.as_millis()
         );
-        self.later(wait, Event::Start(role));
+        self.later(wait, ProcessEvent::Start(role));
         ControlFlow::Continue(())
     }
 
-    /// The first time: let what runs finish. The second time: at once. The keeper still ends what it started, which
-    /// is quick and leaves nothing behind; only if that hangs too, a further signal cuts it off.
+    /// Ends the node. The first time, running requests finish. The second time, it ends at once.
+    /// The keeper still ends everything that it started, which is quick and leaves nothing behind.
+    /// Only if that hangs, too, a further signal ends it.
     fn end(&mut self) -> ControlFlow<Result<(), ServeError>> {
-        if self.phase >= Phase::Draining {
-            let role = if self.phase == Phase::Draining { Role::Edge } else { Role::Keeper };
-            tracing::warn!("told to end again: the {role} process is cut off");
+        if self.phase >= ProcessPhase::Draining {
+            let role =
+                if self.phase == ProcessPhase::Draining { ProcessRole::Edge } else { ProcessRole::Keeper };
+            tracing::warn!("second signal to end: the {role} process is killed");
             if let Some(child) = &self.slot(role).child {
                 child.signal(Signal::KILL);
             }
             return ControlFlow::Continue(());
         }
         let drain = Duration::from_millis(self.parts.settings.edge.limits.drain_ms);
-        tracing::info!("told to end: requests that run have {} ms to finish", drain.as_millis());
+        tracing::info!("signal to end: running requests have {} ms to finish", drain.as_millis());
         notify::notify("STOPPING=1");
-        self.phase = Phase::Draining;
+        self.phase = ProcessPhase::Draining;
         self.parts.node.set_draining();
-        let run = self.slot(Role::Edge).run;
-        if self.slot(Role::Edge).child.is_none() {
+        let run = self.slot(ProcessRole::Edge).run;
+        if self.slot(ProcessRole::Edge).child.is_none() {
             return self.close();
         }
-        if let Some(feed) = self.parts.node.feed(Role::Edge) {
-            feed.send(Down::Drain);
+        if let Some(feed) = self.parts.node.feed(ProcessRole::Edge) {
+            feed.send(FromSupervisor::Drain);
         }
-        // Otherwise new connections would be taken by the kernel and never answered.
+        // Otherwise the kernel would accept new connections that are never answered.
         self.parts.listening.clear();
         self.parts.peers = None;
-        self.later(drain + DRAIN_MARGIN, Event::Overdue { role: Role::Edge, run });
+        self.later(drain + DRAIN_MARGIN, ProcessEvent::Overdue { role: ProcessRole::Edge, run });
         ControlFlow::Continue(())
     }
 
-    /// The edge is gone: the keeper ends everything that was started for it.
+    /// Handles the end of the edge: the keeper ends everything that was started for it.
     fn close(&mut self) -> ControlFlow<Result<(), ServeError>> {
-        self.phase = Phase::Closing;
-        if self.slot(Role::Keeper).child.is_none() {
+        self.phase = ProcessPhase::Closing;
+        if self.slot(ProcessRole::Keeper).child.is_none() {
             return ControlFlow::Break(Ok(()));
         }
-        if let Some(feed) = self.parts.node.feed(Role::Keeper) {
-            feed.send(Down::Drain);
+        if let Some(feed) = self.parts.node.feed(ProcessRole::Keeper) {
+            feed.send(FromSupervisor::Drain);
         }
-        let run = self.slot(Role::Keeper).run;
-        self.later(KEEPER_END, Event::Overdue { role: Role::Keeper, run });
+        let run = self.slot(ProcessRole::Keeper).run;
+        self.later(KEEPER_END, ProcessEvent::Overdue { role: ProcessRole::Keeper, run });
         ControlFlow::Continue(())
     }
 
     fn reload(&mut self) {
-        if self.phase == Phase::Serving {
+        if self.phase == ProcessPhase::Serving {
             notify::reloading();
         }
         match config::load(self.parts.serve.config.as_deref()) {
@@ -427,7 +443,7 @@ impl Life {
                 if self.parts.serve.log.is_none() {
                     logging::set_level(&self.parts.settings.log.level);
                 }
-                place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+                runtime_dir::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
                 if let Some(root) = &self.parts.edge_root {
                     root.configure(&self.parts.settings);
                 }
@@ -447,12 +463,12 @@ impl Life {
                 );
             }
         }
-        if self.phase == Phase::Serving {
+        if self.phase == ProcessPhase::Serving {
             notify::notify("READY=1");
         }
     }
 
-    /// From clients and nodes that connect from now on, as the limits are now.
+    /// Sets keepalive for connections of clients and nodes from now on, by the present limits.
     fn expect_signs(&self) {
         let sockets = self.parts.listening.iter().flat_map(|at| &at.sockets);
         let peers = self.parts.peers.iter().flat_map(|peers| &peers.streams);
@@ -464,41 +480,45 @@ impl Life {
     }
 
     fn tell_options(&self) {
-        for role in Role::ALL {
+        for role in ProcessRole::ALL {
             if let Some(feed) = self.parts.node.feed(role) {
-                feed.send(Down::Options(self.options(role)));
+                feed.send(FromSupervisor::Options(self.options(role)));
             }
         }
     }
 
     fn reopen_logs(&self) {
         if let Err(error) = self.parts.sink.reopen() {
-            tracing::error!(code = "NGY0506", "the log goes on to the old file: {error}");
+            tracing::error!(code = "NGY0506", "the log continues in the old file: {error}");
         }
-        place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+        runtime_dir::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
         if let Some(root) = &self.parts.edge_root {
             root.refresh();
         }
-        self.parts.node.send_all(&Down::ReopenLogs);
-        tracing::info!("logs were opened anew");
+        self.parts.node.send_all(&FromSupervisor::ReopenLogs);
+        tracing::info!("logs were opened again");
     }
 }
 
 /// Wakes the loop when the node becomes a member of a cluster, or its certificate changes.
-fn follow_credentials(node: &Node, tell: mpsc::Sender<Event>) {
+fn follow_credentials(node: &SupervisedNode, tell: mpsc::Sender<ProcessEvent>) {
     let mut credentials = node.credentials.subscribe();
     tokio::task::spawn_local(async move {
         while credentials.changed().await.is_ok() {
-            if tell.send(Event::Credentials).await.is_err() {
+            if tell.send(ProcessEvent::Credentials).await.is_err() {
                 return;
             }
         }
     });
 }
 
-/// What a process of this role inherits, described and borrowed.
-fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherited, Vec<BorrowedFd<'a>>) {
-    let mut inherited = Inherited {
+/// Returns the inheritance of a process of this role, described and borrowed.
+fn describe<'a>(
+    parts: &'a ManagerParts,
+    role: ProcessRole,
+    feed: &'a UnixStream,
+) -> (InheritedFds, Vec<BorrowedFd<'a>>) {
+    let mut inherited = InheritedFds {
         supervisor: i32::try_from(std::process::id()).expect("Linux pids fit 22 bits"),
         feed: number(feed),
         listeners: Vec::new(),
@@ -515,12 +535,12 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
     };
     let mut descriptors = vec![feed.as_fd()];
     match role {
-        Role::Keeper => {
+        ProcessRole::Keeper => {
             inherited.keeper = Some(number(&parts.keeper_socket));
             inherited.small_pages = rustix::thread::transparent_huge_pages_are_disabled() == Ok(false);
             descriptors.push(parts.keeper_socket.as_fd());
         }
-        Role::Edge => {
+        ProcessRole::Edge => {
             if let Some(tickets) = &parts.tickets {
                 inherited.tickets = Some(number(tickets));
                 descriptors.push(tickets.as_fd());

@@ -1,8 +1,9 @@
-//! The life of a node: made in order, kept running, taken down in reverse. Start reading here for everything
-//! that is not a request.
+//! The life of a node: made in order, kept running, taken down in reverse. Start reading here for
+//! everything that is not a request.
 //!
-//! The supervisor owns the store, the listening sockets and the admin interface; it starts the keeper and the edge, feeds them,
-//! and starts them anew when they end. Not here: requests (`nagaya_edge`), tenants' processes (`nagaya_keeper`).
+//! The supervisor owns the store, the listening sockets and the admin interface. It starts the
+//! keeper and the edge, feeds them, and restarts them when they end. Not here: requests
+//! (`nagaya_edge`), tenants' processes (`nagaya_keeper`).
 
 mod backoff;
 mod balance;
@@ -14,15 +15,14 @@ mod edge_root;
 mod error;
 mod exposition;
 mod feed;
-pub mod identity;
 mod life;
 mod node;
 mod notify;
-mod place;
 mod priority;
 mod reload;
 mod rights;
 mod rule_checker;
+mod runtime_dir;
 mod sockets;
 mod stored_rules;
 mod tenant_watch;
@@ -30,44 +30,43 @@ mod tenant_watch;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nagaya_base::Reckoning;
-use nagaya_cmdb::store::{RedbStore, Store};
+use nagaya_base::AnchoredClock;
+use nagaya_store::{RedbStore, Store};
 use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
-pub use cluster::{Etcd, StoreAccess, hold_certificate};
+pub use cluster::{StoreAccess, hold_certificate};
 pub use edge_root::try_edge_root;
 pub use error::ServeError;
-pub use identity::of_edge;
-pub use node::Node;
+pub use node::SupervisedNode;
 pub use rights::{run_edge, run_keeper};
 pub use rule_checker::{run_rule_check, run_rule_try};
 
-use self::cluster::Records;
+use self::cluster::NodeRecords;
 use self::edge_root::EdgeRoot;
-use self::feed::Changes;
-use self::identity::{Facts, Identity};
-use self::life::{Life, Parts};
+use self::feed::CommittedBatch;
+use self::life::{ManagerParts, ProcessManager};
 use self::node::ListenView;
-use self::sockets::{AdminAudience, Listening, Peers};
+use self::sockets::{AdminAudience, BoundSockets, PeerSocketsFile};
 use self::stored_rules::StoredRules;
-use crate::config::settings::Listen;
-use crate::config::{self, Loaded, Settings};
-use crate::logging::{self, Sink};
+use crate::config::settings::ListenSettings;
+use crate::config::{self, LoadedConfig, NodeSettings};
+use crate::identity::{self, KernelFacts, ProcessIdentity};
+use crate::logging::{self, LogSink};
 use crate::tenant_ids::{IdSource, gid_of};
 use crate::{admin, doctor};
 
-/// What the command line gives.
+/// Values from the command line.
 #[derive(Debug, Clone)]
-pub struct Serve {
+pub struct ServeOptions {
     pub config: Option<PathBuf>,
     /// Overrides the configured log level.
     pub log: Option<String>,
 }
 
-/// `nagaya serve`: runs the node until it is told to end.
-pub fn serve(serve: Serve) -> Result<(), ServeError> {
-    let Loaded { settings, file } =
+/// `nagaya serve`: runs the node until a signal ends it.
+pub fn serve(serve: ServeOptions) -> Result<(), ServeError> {
+    let LoadedConfig { settings, file } =
         config::load(serve.config.as_deref()).map_err(ServeError::Configuration)?;
     let sink = open_log(&settings)?;
     logging::start(
@@ -77,9 +76,9 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     );
     log_start(file.as_deref());
 
-    // Held to the end of this function: the sockets and directories go when nobody uses them any more.
-    let place = place::Place::claim(&settings)?;
-    let records = Arc::new(Records::new(RedbStore::open(&settings.store())?));
+    // Held to the end of this function: sockets and directories go once they are unused.
+    let place = runtime_dir::RuntimeDir::claim(&settings)?;
+    let records = Arc::new(NodeRecords::new(RedbStore::open(&settings.store())?));
     let edge_identity = identity::of_edge(&settings);
     let edge_root = edge_root(edge_identity);
     let protections = identity::protections(facts(edge_root.is_some()));
@@ -91,14 +90,14 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
     let audience = admin_audience(&settings);
     let admin_socket = sockets::listen_admin(&settings.admin_socket(), audience)?;
-    place::prepare_access_log(&settings, edge_identity);
+    runtime_dir::prepare_access_log(&settings, edge_identity);
     if let Some(root) = &edge_root {
         root.configure(&settings);
     }
 
     let listen = listening.iter().map(view_listening).collect();
     let (handle, orders) = cluster::channel();
-    let node = Arc::new(Node::new(
+    let node = Arc::new(SupervisedNode::new(
         settings.node_name(),
         Arc::clone(&records) as Arc<dyn Store>,
         listen,
@@ -113,7 +112,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         begin_cluster(&settings, peers, &node, records, orders)?;
     }
     let ids = IdSource::of(&settings);
-    let parts = Parts {
+    let parts = ManagerParts {
         serve,
         settings: settings.clone(),
         sink,
@@ -121,10 +120,10 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         keeper_socket,
         edge_identity,
         ids: ids.clone(),
-        tickets: place::prepare_tickets(&settings, edge_identity, edge_root.is_some()),
-        spool: place::prepare_spool(&settings, edge_identity, edge_root.is_some()),
+        tickets: runtime_dir::prepare_tickets(&settings, edge_identity, edge_root.is_some()),
+        spool: runtime_dir::prepare_spool(&settings, edge_identity, edge_root.is_some()),
         edge_root,
-        reckoning: Reckoning::of_wall(),
+        reckoning: AnchoredClock::of_wall(),
         peers,
         node: Arc::clone(&node),
     };
@@ -148,8 +147,8 @@ fn log_start(file: Option<&Path>) {
     }
 }
 
-/// The edge's own root directory. None without root, and where no mounts can be made.
-fn edge_root(identity: Option<Identity>) -> Option<Arc<EdgeRoot>> {
+/// Returns the edge's own root directory. `None` without root, and if no mounts can be made.
+fn edge_root(identity: Option<ProcessIdentity>) -> Option<Arc<EdgeRoot>> {
     identity?;
     match EdgeRoot::make() {
         Ok(root) => Some(Arc::new(root)),
@@ -160,10 +159,10 @@ fn edge_root(identity: Option<Identity>) -> Option<Arc<EdgeRoot>> {
     }
 }
 
-/// The rules of the store where the edge finds them, before it starts.
+/// Returns the rules of the store as files for the edge, before it starts.
 fn stored_rules(
-    settings: &Settings,
-    edge: Option<Identity>,
+    settings: &NodeSettings,
+    edge: Option<ProcessIdentity>,
     records: &dyn Store,
 ) -> Result<StoredRules, ServeError> {
     let dir = settings.rules_dir();
@@ -173,8 +172,8 @@ fn stored_rules(
     Ok(rules)
 }
 
-/// The sockets for other nodes, if this one can be in a cluster.
-fn peers(settings: &Settings) -> Result<Option<Peers>, ServeError> {
+/// Returns the sockets for other nodes, if this one can join a cluster.
+fn peers(settings: &NodeSettings) -> Result<Option<PeerSocketsFile>, ServeError> {
     let Some(listen) = &settings.cluster.listen else { return Ok(None) };
     let address = listen.parse().expect("the check of the configuration has parsed it");
     let peers = sockets::listen_peers(address, settings.edge_threads(), &settings.edge.limits)?;
@@ -182,28 +181,28 @@ fn peers(settings: &Settings) -> Result<Option<Peers>, ServeError> {
     Ok(Some(peers))
 }
 
-/// Starts the thread that makes this node one of several, or waits to be told to.
+/// Starts the cluster's thread, which waits for commands if this node is not a member.
 fn begin_cluster(
-    settings: &Settings,
-    peers: &Peers,
-    node: &Arc<Node>,
-    records: Arc<Records>,
-    orders: tokio::sync::mpsc::Receiver<cluster::Order>,
+    settings: &NodeSettings,
+    peers: &PeerSocketsFile,
+    node: &Arc<SupervisedNode>,
+    records: Arc<NodeRecords>,
+    orders: tokio::sync::mpsc::Receiver<cluster::ClusterOrder>,
 ) -> Result<(), ServeError> {
     let dir = settings.cluster_dir();
-    let member = cluster::Member::load(&dir)?;
+    let member = cluster::ClusterMember::load(&dir)?;
     let configured = &settings.cluster;
     if let Some(member) = &member {
-        // Before the processes start: they are to run nothing that is not placed here.
+        // Before the processes start: they must run nothing that is not placed here.
         node.set_member(member);
-        let credentials = cluster::credentials(member, configured);
+        let credentials = cluster::edge_options(member, configured);
         node.credentials.send_replace(Some(credentials));
     }
     let advertise = configured
         .advertise
         .as_deref()
         .map(|address| address.parse().expect("the check of the configuration has parsed it"));
-    let context = cluster::Context {
+    let context = cluster::ClusterContext {
         node: Arc::clone(node),
         records,
         dir,
@@ -213,11 +212,11 @@ fn begin_cluster(
     cluster::start(context, member, orders).map_err(ServeError::Runtime)
 }
 
-/// Runs the node's life and the admin interface side by side, on this thread.
+/// Runs the node's loop and the admin interface side by side, on this thread.
 fn run(
-    parts: Parts,
+    parts: ManagerParts,
     admin_socket: std::os::unix::net::UnixListener,
-    admin_parts: admin::Parts,
+    admin_parts: admin::AdminParts,
 ) -> Result<(), ServeError> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ServeError::Runtime)?;
@@ -230,7 +229,7 @@ fn run(
         let tenants =
             tokio::task::spawn_local(tenant_watch::keep(Arc::clone(&parts.node), parts.ids.clone()));
         let edge_root = parts.edge_root.clone().map(|root| tokio::task::spawn_local(edge_root::keep(root)));
-        let result = Life::new(parts)?.run().await;
+        let result = ProcessManager::new(parts)?.run().await;
         balance.abort();
         rules.abort();
         certificates.abort();
@@ -241,30 +240,30 @@ fn run(
         admin.abort();
         result
     });
-    // Store calls of the admin interface that still run must not hold up the end.
+    // Running store calls of the admin interface must not delay the end.
     runtime.shutdown_background();
     result
 }
 
-/// What the admin interface needs: a change it commits is handed to the processes by the node.
-fn admin_parts(ids: IdSource, node: Arc<Node>, access: admin::AccessList) -> admin::Parts {
+/// Returns the parts of the admin interface: the node hands committed changes to the processes.
+fn admin_parts(ids: IdSource, node: Arc<SupervisedNode>, access: admin::AccessList) -> admin::AdminParts {
     let watcher = Arc::clone(&node);
-    admin::Parts {
+    admin::AdminParts {
         store: Arc::clone(&node.store),
-        on_change: Arc::new(move |changes, revision| watcher.committed(Changes { revision, changes })),
+        on_change: Arc::new(move |changes, revision| watcher.committed(CommittedBatch { revision, changes })),
         node,
         ids,
         access,
     }
 }
 
-fn open_log(settings: &Settings) -> Result<Sink, ServeError> {
+fn open_log(settings: &NodeSettings) -> Result<LogSink, ServeError> {
     let path = settings.log.file.as_deref();
-    Sink::open(path).map_err(|error| ServeError::Log { path: path.unwrap_or("-".as_ref()).into(), error })
+    LogSink::open(path).map_err(|error| ServeError::Log { path: path.unwrap_or("-".as_ref()).into(), error })
 }
 
-fn facts(edge_root: bool) -> Facts {
-    Facts {
+fn facts(edge_root: bool) -> KernelFacts {
+    KernelFacts {
         edge_root,
         root: Uid::effective().is_root(),
         cgroup: Uid::effective().is_root() && doctor::cgroup_is_usable(),
@@ -272,8 +271,8 @@ fn facts(edge_root: bool) -> Facts {
     }
 }
 
-/// What is off is said at start, so that nobody believes to be protected.
-fn log_protections(protections: &[identity::Protection], edge: Option<Identity>) {
+/// Logs disabled protections at start, so that no operator relies on them.
+fn log_protections(protections: &[identity::MissingProtection], edge: Option<ProcessIdentity>) {
     for protection in protections.iter().filter(|protection| !protection.on) {
         tracing::warn!(
             code = "NGY0508",
@@ -287,25 +286,26 @@ fn log_protections(protections: &[identity::Protection], edge: Option<Identity>)
         tracing::warn!(
             code = "NGY0509",
             uid = identity.uid,
-            "there is no user 'nagaya': the edge takes a uid that nobody has; to name it: useradd --system \
-             --no-create-home --shell /usr/sbin/nologin nagaya"
+            "there is no user 'nagaya': the edge uses a uid without a user; to make the user: useradd \
+             --system --no-create-home --shell /usr/sbin/nologin nagaya"
         );
     }
 }
 
-fn view_listening(at: &Listening) -> ListenView {
-    let Listen { tls, proxy_protocol, .. } = at.wanted;
+fn view_listening(at: &BoundSockets) -> ListenView {
+    let ListenSettings { tls, proxy_protocol, .. } = at.wanted;
     ListenView { address: at.address.to_string(), tls, proxy_protocol }
 }
 
-fn log_listening(listening: &[Listening]) {
+fn log_listening(listening: &[BoundSockets]) {
     for at in listening {
         tracing::info!(address = %at.address, tls = at.wanted.tls, sockets = at.sockets.len(), "listening");
     }
 }
 
-/// Who may connect to the admin interface. The check of the configuration has named unknown users and groups.
-fn admin_audience(settings: &Settings) -> AdminAudience {
+/// Returns who may connect to the admin interface. The check of the configuration has reported
+/// unknown users and groups.
+fn admin_audience(settings: &NodeSettings) -> AdminAudience {
     let admin = &settings.admin;
     if !(admin.read.is_empty() && admin.operate.is_empty() && admin.all.is_empty()) {
         return AdminAudience::Everybody;

@@ -1,5 +1,5 @@
-//! What is known of the running node, for the admin interface: status, health, metrics, and handing on what
-//! was committed.
+//! State of the running node for the admin interface: status, health, metrics, and handing on
+//! committed changes.
 //!
 //! Not here: deciding about processes (`supervisor`), HTTP (`admin`).
 
@@ -8,66 +8,68 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nagaya_base::{Clock, SystemClock};
-use nagaya_cmdb::feed::{Down, Question};
-use nagaya_cmdb::instance::{Act, Exec};
-use nagaya_cmdb::store::{Store, StoreError};
 use nagaya_edge::options::ClusterOptions;
 use nagaya_keeper::image::ClusterKey;
+use nagaya_records::feed::{FeedQuery, FromSupervisor};
+use nagaya_records::instance::{ExecCommand, InstanceCommand};
+use nagaya_store::{Store, StoreError};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::balance::Balance;
-use super::certificates::Watch;
-use super::child::{Role, rss_bytes};
-use super::cluster;
-use super::exposition::{Page, merge};
-use super::feed::{Changes, Feed};
-use super::identity::{self, Protection};
+use super::balance::BalanceState;
+use super::certificates::CertificateWatch;
+use super::child::{ProcessRole, rss_bytes};
+use super::cluster::{ClusterHandle, ClusterMember, not_configured};
+use super::exposition::{MetricPage, merge};
+use super::feed::{CommittedBatch, ProcessFeed};
 use super::stored_rules::StoredRules;
 use super::tenant_watch;
-use crate::admin::{self, Ask, BoxFuture, Health, Problem};
+use crate::admin::{self, BoxFuture, ClusterCommand, NodeHealth, ProblemReply};
+use crate::identity::{self, MissingProtection};
 
-/// How long something done to an instance may take: more than the longest start, and less than the command waits.
+/// Longest time of an action on an instance: more than the longest start, and less than the
+/// command's wait.
 const ACT_TIMEOUT: Duration = Duration::from_secs(330);
 
-/// How long who changed a record waits for the processes to serve by it. An import of a hundred thousand sites is within it.
+/// Time for which a writer of a record waits for the processes to have it in effect. It covers an
+/// import of a hundred thousand sites.
 const SERVED_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Shared by the supervisor, which writes it, and the admin interface, which reads it.
-pub struct Node {
+pub struct SupervisedNode {
     pub name: String,
     pub store: Arc<dyn Store>,
     pub started: Instant,
     /// Unix time of the start, seconds.
     pub started_unix: u64,
     pub listen: Vec<ListenView>,
-    pub protections: Vec<Protection>,
-    /// None on a node that can be in no cluster.
-    pub cluster: Option<cluster::Handle>,
-    /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
+    pub protections: Vec<MissingProtection>,
+    /// `None` on a node that cannot join a cluster.
+    pub cluster: Option<ClusterHandle>,
+    /// The edge's options about the cluster, on each change. `None` if this node is in none.
     pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
-    /// What the keeper is told besides. The edge never is.
+    /// Additional data for the keeper. The edge never gets it.
     keeper_facts: Mutex<KeeperFacts>,
-    pub balance: Balance,
-    pub certificates: Watch,
-    pub tenants: tenant_watch::Watch,
+    pub balance: BalanceState,
+    pub certificates: CertificateWatch,
+    pub tenants: tenant_watch::TenantWatch,
     pub rules: StoredRules,
-    state: Mutex<State>,
-    /// By which revision each process serves.
+    state: Mutex<NodeState>,
+    /// The revision that each process has in effect.
     revisions: watch::Sender<[Option<u64>; 2]>,
 }
 
-/// What the keeper has to know of the cluster. On a node alone it is nothing.
+/// The keeper's data about the cluster. Empty on a node alone.
 #[derive(Clone, Default)]
 pub struct KeeperFacts {
-    /// Of images, the newest first.
+    /// Keys of images, the newest first.
     pub image_keys: Vec<ClusterKey>,
     /// `host:port` of each endpoint of etcd.
     pub etcd: Vec<String>,
 }
 
-/// One address as it is listened on.
+/// One listening address.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct ListenView {
     pub address: String,
@@ -76,34 +78,34 @@ pub struct ListenView {
 }
 
 #[derive(Default)]
-struct State {
-    processes: [Process; 2],
+struct NodeState {
+    processes: [ProcessStatus; 2],
     ready: bool,
     draining: bool,
     reloads: u64,
     reloads_refused: u64,
-    /// Settings that were changed in the file and hold from the next start.
+    /// Settings that were changed in the file and take effect at the next start.
     needs_restart: Vec<&'static str>,
 }
 
 /// One process, whether it runs or waits to be started.
 #[derive(Default, Clone)]
-pub struct Process {
+pub struct ProcessStatus {
     pub pid: Option<i32>,
-    pub feed: Option<Arc<Feed>>,
+    pub feed: Option<Arc<ProcessFeed>>,
     pub restarts: u64,
-    /// What it serves. None: it has not said yet.
+    /// The revision that it serves. `None` before its first report.
     pub revision: Option<u64>,
     pub last_end: Option<String>,
 }
 
-impl Node {
+impl SupervisedNode {
     pub fn new(
         name: String,
         store: Arc<dyn Store>,
         listen: Vec<ListenView>,
-        protections: Vec<Protection>,
-        cluster: Option<cluster::Handle>,
+        protections: Vec<MissingProtection>,
+        cluster: Option<ClusterHandle>,
         rules: StoredRules,
     ) -> Self {
         let wall = SystemClock.wall().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
@@ -117,17 +119,18 @@ impl Node {
             cluster,
             credentials: watch::Sender::new(None),
             keeper_facts: Mutex::default(),
-            balance: Balance::default(),
-            certificates: Watch::default(),
-            tenants: tenant_watch::Watch::default(),
+            balance: BalanceState::default(),
+            certificates: CertificateWatch::default(),
+            tenants: tenant_watch::TenantWatch::default(),
             rules,
             state: Mutex::default(),
             revisions: watch::Sender::default(),
         }
     }
 
-    /// Before the credentials that go with them: these have the processes told.
-    pub fn set_member(&self, member: &cluster::Member) {
+    /// Sets the member. It comes before the matching credentials, which are the signal for the
+    /// processes.
+    pub fn set_member(&self, member: &ClusterMember) {
         let etcd = member.etcd.places();
         *self.keeper_facts.lock() = KeeperFacts { image_keys: member.image_keys.clone(), etcd };
     }
@@ -136,7 +139,7 @@ impl Node {
         self.keeper_facts.lock().clone()
     }
 
-    pub fn process(&self, role: Role, change: impl FnOnce(&mut Process)) {
+    pub fn process(&self, role: ProcessRole, change: impl FnOnce(&mut ProcessStatus)) {
         let mut state = self.state.lock();
         let process = &mut state.processes[role as usize];
         change(process);
@@ -145,20 +148,20 @@ impl Node {
             .send_if_modified(|all| std::mem::replace(&mut all[role as usize], revision) != revision);
     }
 
-    pub fn feed(&self, role: Role) -> Option<Arc<Feed>> {
+    pub fn feed(&self, role: ProcessRole) -> Option<Arc<ProcessFeed>> {
         self.state.lock().processes[role as usize].feed.clone()
     }
 
     /// Sends a frame to every process that runs.
-    pub fn send_all(&self, frame: &Down) {
-        for role in Role::ALL {
+    pub fn send_all(&self, frame: &FromSupervisor) {
+        for role in ProcessRole::ALL {
             if let Some(feed) = self.feed(role) {
                 feed.send(frame.clone());
             }
         }
     }
 
-    /// Whether every process has said that it serves.
+    /// Returns whether every process has reported that it serves.
     pub fn all_ready(&self) -> bool {
         self.state.lock().processes.iter().all(|process| process.revision.is_some())
     }
@@ -181,39 +184,43 @@ impl Node {
         self.state.lock().reloads_refused += 1;
     }
 
-    /// A process that is being started gets this revision, too.
+    /// Waits for a revision. A process that is being restarted gets it, too.
     async fn serves(&self, revision: u64) -> bool {
         let mut revisions = self.revisions.subscribe();
         let all = revisions.wait_for(|all| all.iter().all(|one| one.is_some_and(|one| one >= revision)));
         tokio::time::timeout(SERVED_WAIT_MAX, all).await.is_ok_and(|waited| waited.is_ok())
     }
 
-    /// Hands a committed transaction to every process, and its rules to the edge's directory. Must be called in order of revision.
-    pub fn committed(&self, changes: Changes) {
+    /// Hands a committed transaction to every process, and its rules to the edge's directory. Must
+    /// be called in order of revision.
+    pub fn committed(&self, changes: CommittedBatch) {
         self.rules.follow(&changes.changes);
         let changes = Arc::new(changes);
-        for role in Role::ALL {
+        for role in ProcessRole::ALL {
             if let Some(feed) = self.feed(role) {
                 feed.changes(Arc::clone(&changes));
             }
         }
     }
 
-    /// Why the node does not serve, if it does not.
+    /// Returns why the node does not serve, if it does not.
     fn unhealthy(&self) -> Option<String> {
         let state = self.state.lock();
         if state.draining {
             return Some("the node is being stopped".into());
         }
-        let starting = |role: &&Role| state.processes[**role as usize].revision.is_none();
-        Role::ALL.iter().find(starting).map(|role| format!("the {role} process is being started"))
+        let starting = |role: &&ProcessRole| state.processes[**role as usize].revision.is_none();
+        ProcessRole::ALL.iter().find(starting).map(|role| format!("the {role} process is being started"))
     }
 
     async fn full_status(&self) -> Value {
-        let (edge, keeper) =
-            tokio::join!(self.ask(Role::Edge, Question::Status), self.ask(Role::Keeper, Question::Status));
+        let (edge, keeper) = tokio::join!(
+            self.query_process(ProcessRole::Edge, FeedQuery::Status),
+            self.query_process(ProcessRole::Keeper, FeedQuery::Status)
+        );
         let parsed = |text: Option<String>| text.and_then(|text| serde_json::from_str::<Value>(&text).ok());
-        let (revision, counts) = (self.store.revision(), self.store.counts());
+        let revision = self.store.revision();
+        let counts = self.store.counts();
         let store_error = revision.as_ref().err().or(counts.as_ref().err()).map(StoreError::to_string);
         let counts = counts.unwrap_or_default();
         let unhealthy = self.unhealthy();
@@ -244,32 +251,35 @@ impl Node {
     }
 
     async fn all_metrics(&self) -> String {
-        let (edge, keeper) =
-            tokio::join!(self.ask(Role::Edge, Question::Metrics), self.ask(Role::Keeper, Question::Metrics));
+        let (edge, keeper) = tokio::join!(
+            self.query_process(ProcessRole::Edge, FeedQuery::Metrics),
+            self.query_process(ProcessRole::Keeper, FeedQuery::Metrics)
+        );
         let mut pages = vec![self.own_metrics()];
         pages.extend(edge);
         pages.extend(keeper);
         merge(&pages)
     }
 
-    /// None: it does not run, or did not answer in time.
-    pub async fn ask(&self, role: Role, question: Question) -> Option<String> {
+    /// Queries a process. `None` if it does not run, or did not answer in time.
+    pub async fn query_process(&self, role: ProcessRole, question: FeedQuery) -> Option<String> {
         let feed = self.feed(role)?;
-        feed.ask(question).await
+        feed.query(question).await
     }
 
     fn own_metrics(&self) -> String {
-        let (revision, counts) =
-            (self.store.revision().unwrap_or_default(), self.store.counts().unwrap_or_default());
+        let revision = self.store.revision().unwrap_or_default();
+        let counts = self.store.counts().unwrap_or_default();
         let state = self.state.lock();
         let one = |value| [(String::new(), value)];
-        let each = |value: fn(&Process) -> Option<u64>| -> Vec<(String, u64)> {
-            let of = |role: &Role| Some((label(role.name()), value(&state.processes[*role as usize])?));
-            Role::ALL.iter().filter_map(of).collect()
+        let each = |value: fn(&ProcessStatus) -> Option<u64>| -> Vec<(String, u64)> {
+            let of =
+                |role: &ProcessRole| Some((label(role.name()), value(&state.processes[*role as usize])?));
+            ProcessRole::ALL.iter().filter_map(of).collect()
         };
         let mut rss = each(|process| process.pid.and_then(rss_bytes));
         rss.extend(own_pid().and_then(rss_bytes).map(|bytes| (label("supervisor"), bytes)));
-        let mut page = Page::default();
+        let mut page = MetricPage::default();
         let build = [(format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), 1)];
         page.family("nagaya_build_info", "gauge", "The version that runs.", &build);
         page.family(
@@ -315,14 +325,14 @@ impl Node {
     }
 }
 
-impl admin::Node for Node {
+impl admin::AdminNode for SupervisedNode {
     fn metrics(&self) -> BoxFuture<'_, String> {
         Box::pin(self.all_metrics())
     }
 
-    fn health(&self) -> BoxFuture<'_, Health> {
+    fn health(&self) -> BoxFuture<'_, NodeHealth> {
         let unhealthy = self.unhealthy();
-        let health = Health { ok: unhealthy.is_none(), text: unhealthy.unwrap_or_else(|| "ok".into()) };
+        let health = NodeHealth { ok: unhealthy.is_none(), text: unhealthy.unwrap_or_else(|| "ok".into()) };
         Box::pin(std::future::ready(health))
     }
 
@@ -335,43 +345,43 @@ impl admin::Node for Node {
     }
 
     fn cells(&self) -> BoxFuture<'_, Option<String>> {
-        Box::pin(self.ask(Role::Keeper, Question::Cells))
+        Box::pin(self.query_process(ProcessRole::Keeper, FeedQuery::Cells))
     }
 
     fn instances(&self) -> BoxFuture<'_, Option<String>> {
-        Box::pin(self.ask(Role::Keeper, Question::Instances))
+        Box::pin(self.query_process(ProcessRole::Keeper, FeedQuery::Instances))
     }
 
-    fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>> {
+    fn instance(&self, site: String, act: InstanceCommand) -> BoxFuture<'_, Option<String>> {
         Box::pin(async move {
-            let feed = self.feed(Role::Keeper)?;
-            feed.ask_within(ACT_TIMEOUT, Question::Instance { site, act }).await
+            let feed = self.feed(ProcessRole::Keeper)?;
+            feed.query_within(ACT_TIMEOUT, FeedQuery::Instance { site, act }).await
         })
     }
 
-    fn exec(&self, exec: Exec, connection: OwnedFd) -> bool {
-        let Some(feed) = self.feed(Role::Keeper) else { return false };
-        feed.pass(Down::Exec(exec), connection);
+    fn exec(&self, exec: ExecCommand, connection: OwnedFd) -> bool {
+        let Some(feed) = self.feed(ProcessRole::Keeper) else { return false };
+        feed.pass(FromSupervisor::Exec(exec), connection);
         true
     }
 
-    fn cluster(&self, ask: Ask) -> BoxFuture<'_, Result<Value, Box<Problem>>> {
+    fn cluster(&self, ask: ClusterCommand) -> BoxFuture<'_, Result<Value, Box<ProblemReply>>> {
         match &self.cluster {
-            Some(cluster) => Box::pin(cluster.ask(ask)),
-            None => Box::pin(std::future::ready(Err(cluster::not_configured()))),
+            Some(cluster) => Box::pin(cluster.run_command(ask)),
+            None => Box::pin(std::future::ready(Err(not_configured()))),
         }
     }
 
     fn balance(&self, site: &str) -> Value {
-        self.balance.told.of(site)
+        self.balance.told.describe_site(site)
     }
 
     fn requests(&self) -> BoxFuture<'_, Option<String>> {
-        Box::pin(self.ask(Role::Edge, Question::Requests))
+        Box::pin(self.query_process(ProcessRole::Edge, FeedQuery::Requests))
     }
 
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {
-        Box::pin(self.ask(Role::Edge, Question::Explain { id }))
+        Box::pin(self.query_process(ProcessRole::Edge, FeedQuery::Explain { id }))
     }
 }
 
@@ -383,12 +393,12 @@ fn own_pid() -> Option<i32> {
     i32::try_from(std::process::id()).ok()
 }
 
-fn processes(state: &State) -> Vec<Value> {
+fn processes(state: &NodeState) -> Vec<Value> {
     let own = own_pid();
     let mut all = vec![
         json!({ "name": "supervisor", "pid": own, "rss_bytes": own.and_then(rss_bytes), "restarts": 0 }),
     ];
-    all.extend(Role::ALL.iter().map(|role| {
+    all.extend(ProcessRole::ALL.iter().map(|role| {
         let process = &state.processes[*role as usize];
         json!({
             "name": role.name(),

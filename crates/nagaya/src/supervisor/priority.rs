@@ -1,29 +1,34 @@
-//! The one thread of the edge that runs before all others of the machine: it answers the other nodes' questions whether this node is
-//! there, and a machine with much to do is not to look dead.
+//! Gives real-time priority to one thread of the edge, which answers other nodes' probes. A busy
+//! machine must not look dead.
 //!
-//! The supervisor does it from outside, so the edge needs no right for it, and can give it to no other thread. Not here: the thread
-//! (`nagaya_edge::peers::probe`), the warden, which runs before it (`nagaya_keeper`).
+//! The supervisor does it from outside. So the edge needs no right for it, and can give it to no
+//! other thread.
+//!
+//! Not here: the thread (`nagaya_edge::cluster::peers::probe`), the warden, which runs before it
+//! (`nagaya_keeper`).
 
 #![allow(unsafe_code)]
 
 use std::fs;
 use std::io;
 
-use nagaya_edge::peers::probe;
+use nagaya_edge::PROBE_THREAD;
 use nix::libc;
 use rustix::process::{Pid, setpriority_process};
 
-/// The lowest there is: before all that have none. The warden has the next.
+/// The lowest real-time priority: before all threads without one. The warden has the next.
 const REAL_TIME_PRIORITY: i32 = 1;
 
-/// Without this a node is only taken for silent more easily. A node that is in no cluster has no such thread.
+/// Raises the thread's priority. Without it, a node counts as silent more easily. A node that is in
+/// no cluster has no such thread.
 pub fn have_one_thread_first(edge: i32) {
-    let Some(thread) = thread_of(edge, probe::THREAD) else { return };
+    let Some(thread) = thread_of(edge, PROBE_THREAD) else { return };
     if let Err(error) = real_time(thread) {
-        // Not as root, or in a group that has no real time: most have none, where the kernel has such groups.
+        // Not root, or a group without real-time: most groups have none, if the kernel has such
+        // groups.
         let nice = setpriority_process(Some(thread), -20);
         let is_first = nice.is_ok();
-        tracing::debug!(%error, is_first, "the thread that other nodes ask has no real-time priority, and is first among equals at best");
+        tracing::debug!(%error, is_first, "the thread that answers probes of other nodes has no real-time priority, and may wait for a CPU");
     }
 }
 
@@ -39,7 +44,7 @@ fn thread_of(process: i32, name: &str) -> Option<Pid> {
 fn real_time(thread: Pid) -> io::Result<()> {
     let param = libc::sched_param { sched_priority: REAL_TIME_PRIORITY };
     let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
-    // SAFETY: `param` outlives the call, which takes numbers otherwise.
+    // SAFETY: `param` outlives the call, whose other arguments are numbers.
     let set = unsafe { libc::sched_setscheduler(thread.as_raw_nonzero().get(), policy, &raw const param) };
     if set < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -1,13 +1,14 @@
-//! What of a changed configuration can hold at once, and what only from the next start.
+//! Splits a changed configuration into the part that takes effect at once, and the part for the
+//! next start.
 //!
-//! Not here: reading the file (`config`), telling the processes (`life`).
+//! Not here: reading the file (`config`), informing the processes (`life`).
 
-use crate::config::Settings;
-use crate::config::settings::Cluster;
+use crate::config::NodeSettings;
+use crate::config::settings::ClusterSettings;
 
-/// The settings that hold now: the new ones, except for those that are bound to what was made at start.
-/// Also the names of the keys that were changed in vain. Pure.
-pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>) {
+/// Returns the settings from now on: the new ones, except those bound to parts made at start. Also
+/// returns the names of the keys whose change has no effect yet. Pure.
+pub fn merge(running: &NodeSettings, new: NodeSettings) -> (NodeSettings, Vec<&'static str>) {
     let mut held = Vec::new();
     let mut keep = |name: &'static str, same: bool| {
         if !same {
@@ -34,13 +35,13 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("cluster.listen", running.cluster.listen == new.cluster.listen);
     keep("cluster.advertise", running.cluster.advertise == new.cluster.advertise);
     keep("cluster.fence", running.cluster.fence_ms == new.cluster.fence_ms);
-    let mut merged = Settings {
-        log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
+    let mut merged = NodeSettings {
+        log: crate::config::settings::LogSettings { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
         keeper: new.keeper,
         balance: new.balance,
         system_ids: new.system_ids,
-        cluster: Cluster {
+        cluster: ClusterSettings {
             probe: new.cluster.probe,
             probe_ms: new.cluster.probe_ms,
             ..running.cluster.clone()
@@ -58,14 +59,14 @@ mod tests {
 
     #[test]
     fn limits_hold_at_once_and_sockets_from_the_next_start() {
-        let running = Settings::default();
-        let mut new = Settings::default();
+        let running = NodeSettings::default();
+        let mut new = NodeSettings::default();
         new.edge.limits.head_bytes = 2048;
         new.edge.threads = 7;
         new.edge.rule_limits.instructions = 5_000;
         new.edge.receipts.allow.push("::1".into());
         new.keeper.processes_per_tenant = 64;
-        new.keeper.back_end = nagaya_keeper::BackEnd::ProcessGroup;
+        new.keeper.back_end = nagaya_keeper::CellMechanism::ProcessGroup;
         new.log.level = "debug".into();
         new.listen.clear();
         new.images = Some("/srv/images".into());
@@ -87,6 +88,6 @@ mod tests {
 
     #[test]
     fn an_unchanged_configuration_holds_nothing_back() {
-        assert_eq!(merge(&Settings::default(), Settings::default()).1, Vec::<&str>::new());
+        assert_eq!(merge(&NodeSettings::default(), NodeSettings::default()).1, Vec::<&str>::new());
     }
 }

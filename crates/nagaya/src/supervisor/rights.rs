@@ -1,20 +1,20 @@
-//! What a process of the node does before anything else: take over what it inherits, and give up what it
-//! must not have.
+//! First steps of a process of the node: it takes over its inheritance, and gives up forbidden
+//! rights.
 //!
 //! Not here: choosing the identity (`identity`), starting the process (`child`).
 
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
-use nagaya_base::Reckoning;
+use nagaya_base::AnchoredClock;
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::child::Role;
+use super::child::ProcessRole;
 use super::{call_filter, edge_root};
-use crate::inherit::{InheritError, Inherited, InheritedPeers, Taker, described};
-use crate::logging::{self, Sink};
+use crate::inherit::{FdTaker, InheritError, InheritedFds, InheritedPeers, described};
+use crate::logging::{self, LogSink};
 
 #[derive(Debug, thiserror::Error)]
 pub enum RightsError {
@@ -36,7 +36,7 @@ pub(super) fn system<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce
 pub fn run_edge() -> ExitCode {
     match begin_edge() {
         Ok(start) => nagaya_edge::run(start),
-        Err(error) => refuse(Role::Edge, &error),
+        Err(error) => refuse(ProcessRole::Edge, &error),
     }
 }
 
@@ -44,11 +44,11 @@ pub fn run_edge() -> ExitCode {
 pub fn run_keeper() -> ExitCode {
     match begin_keeper() {
         Ok(start) => nagaya_keeper::run(start),
-        Err(error) => refuse(Role::Keeper, &error),
+        Err(error) => refuse(ProcessRole::Keeper, &error),
     }
 }
 
-fn refuse(role: Role, error: &RightsError) -> ExitCode {
+fn refuse(role: ProcessRole, error: &RightsError) -> ExitCode {
     if matches!(error, RightsError::Inherit(InheritError::NotInherited)) {
         eprintln!("nagaya {role}: {error}");
     } else {
@@ -57,11 +57,13 @@ fn refuse(role: Role, error: &RightsError) -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn begin_edge() -> Result<nagaya_edge::Start, RightsError> {
+fn begin_edge() -> Result<nagaya_edge::EdgeStart, RightsError> {
     let inherited = begin()?;
-    let mut taker = Taker::default();
-    // Before it leaves the node's root: what is inherited is found in /proc.
+    let mut taker = FdTaker::default();
+    // Before it leaves the node's root: the inheritance is found in /proc.
     let start = edge_start(&inherited, &mut taker)?;
+    // This also loads the page with which the kernel provides the time without a call.
+    let _ = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
     if let Some(root) = inherited.root {
         let root = taker.take(root)?;
         edge_root::enter(&root).map_err(system("the edge's own root directory cannot be entered"))?;
@@ -72,37 +74,35 @@ fn begin_edge() -> Result<nagaya_edge::Start, RightsError> {
     Ok(start)
 }
 
-fn begin_keeper() -> Result<nagaya_keeper::Start, RightsError> {
+fn begin_keeper() -> Result<nagaya_keeper::KeeperStart, RightsError> {
     let inherited = begin()?;
     tie(&inherited)?;
-    keeper_start(&inherited, Taker::default())
+    keeper_start(&inherited, FdTaker::default())
 }
 
-fn begin() -> Result<Inherited, RightsError> {
+fn begin() -> Result<InheritedFds, RightsError> {
     let inherited = described()?;
-    logging::start(&inherited.log_level, inherited.log_json, Sink::standard_error());
+    logging::start(&inherited.log_level, inherited.log_json, LogSink::standard_error());
     raise_open_files().map_err(system("the limit of open files cannot be raised"))?;
     Ok(inherited)
 }
 
-/// Has this process end with its supervisor. A change of uid takes that back, so it comes after.
-fn tie(inherited: &Inherited) -> Result<(), RightsError> {
+/// Makes this process end with its supervisor. A change of uid resets that, so it comes after.
+fn tie(inherited: &InheritedFds) -> Result<(), RightsError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(system("the process cannot be tied to its supervisor"))?;
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
-    match parent == Some(inherited.supervisor) {
-        true => Ok(()),
-        false => Err(RightsError::Orphaned),
-    }
+    if parent == Some(inherited.supervisor) { Ok(()) } else { Err(RightsError::Orphaned) }
 }
 
-/// Connections and files are descriptors; the soft limit is for programs that still use `select`.
+/// Raises the limit: connections and files are descriptors; the soft limit is for programs that
+/// still use `select`.
 fn raise_open_files() -> rustix::io::Result<()> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
 }
 
-/// From root to a user that owns nothing, for good.
+/// Changes from root to a user that owns nothing, for good.
 pub(super) fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
     if let Some((uid, gid)) = identity {
         drop_bounding_set().map_err(system("the capability bounding set cannot be emptied"))?;
@@ -121,7 +121,7 @@ pub(super) fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
     };
     rustix::thread::set_capabilities(None, none).map_err(system("capabilities cannot be dropped"))?;
     rustix::thread::set_no_new_privs(true).map_err(system("no_new_privs cannot be set"))?;
-    // Nobody, not even another process of the same uid, reads keys from its memory.
+    // No process, not even of the same uid, can read keys from its memory.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(system("the process cannot be made non-dumpable"))
 }
@@ -129,7 +129,7 @@ pub(super) fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
 fn drop_bounding_set() -> rustix::io::Result<()> {
     for capability in CapabilitySet::all().iter() {
         match rustix::thread::remove_capability_from_bounding_set(capability) {
-            // A capability that this kernel does not know cannot be had either.
+            // A capability that this kernel does not know cannot be held, either.
             Ok(()) | Err(rustix::io::Errno::INVAL) => {}
             Err(error) => return Err(error),
         }
@@ -137,7 +137,7 @@ fn drop_bounding_set() -> rustix::io::Result<()> {
     Ok(())
 }
 
-fn edge_start(inherited: &Inherited, taker: &mut Taker) -> Result<nagaya_edge::Start, RightsError> {
+fn edge_start(inherited: &InheritedFds, taker: &mut FdTaker) -> Result<nagaya_edge::EdgeStart, RightsError> {
     let feed = UnixStream::from(taker.take(inherited.feed)?);
     let mut listeners = Vec::with_capacity(inherited.listeners.len());
     for listener in &inherited.listeners {
@@ -155,26 +155,29 @@ fn edge_start(inherited: &Inherited, taker: &mut Taker) -> Result<nagaya_edge::S
     let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
     let spool = inherited.spool.map(|fd| taker.take(fd)).transpose()?;
     let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, taker)).transpose()?;
-    Ok(nagaya_edge::Start {
+    Ok(nagaya_edge::EdgeStart {
         listeners,
         feed,
         tickets,
         spool,
-        reckoning: Reckoning::at(inherited.now_us),
+        reckoning: AnchoredClock::at(inherited.now_us),
         peers,
     })
 }
 
 fn peer_sockets(
     inherited: &InheritedPeers,
-    taker: &mut Taker,
+    taker: &mut FdTaker,
 ) -> Result<nagaya_edge::PeerSockets, RightsError> {
     let streams = inherited.streams.iter().map(|fd| taker.take(*fd)).collect::<Result<_, _>>()?;
     Ok(nagaya_edge::PeerSockets { streams, probes: taker.take(inherited.probes)? })
 }
 
-fn keeper_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_keeper::Start, RightsError> {
+fn keeper_start(
+    inherited: &InheritedFds,
+    mut taker: FdTaker,
+) -> Result<nagaya_keeper::KeeperStart, RightsError> {
     let feed = UnixStream::from(taker.take(inherited.feed)?);
     let listener = taker.take(inherited.keeper.ok_or(RightsError::NoSocket("keeper"))?)?;
-    Ok(nagaya_keeper::Start { listener, feed, small_pages: inherited.small_pages })
+    Ok(nagaya_keeper::KeeperStart { listener, feed, small_pages: inherited.small_pages })
 }

@@ -1,9 +1,11 @@
-//! The process that checks one text of a rule: it gives up everything, compiles the text, and says what is wrong with it.
+//! The process that checks one text of a rule. It gives up all rights, compiles the text, and
+//! reports its fault.
 //!
-//! The text stands on its standard input, the verdict goes to its standard output as JSON: `null` or a fault.
-//! Invariant: no byte of the text is read before the rights are gone and the filter of system calls is on.
+//! The text comes on its standard input. The verdict goes to its standard output as JSON: `null` or
+//! a fault. Invariant: no byte of the text is read before the rights are gone and the system-call
+//! filter is on.
 //!
-//! Not here: starting it and its time (`crate::rule_check`), compiling (`nagaya_rules`).
+//! Not here: starting it and its time limit (`crate::rule_check`), compiling (`nagaya_rules`).
 
 use std::io::{self, Read as _, Write as _};
 use std::process::ExitCode;
@@ -16,16 +18,16 @@ use serde::Serialize;
 use super::call_filter;
 use super::rights::{self, RightsError};
 use crate::inherit;
-use crate::rule_test::{self, Case, Question};
+use crate::rule_test::{self, RuleQuestion, TestCase};
 
-/// The user and group it becomes when root starts it: those that own nothing by convention.
+/// The user and group that it takes if root starts it: those that own nothing by convention.
 const NOBODY: u32 = 65_534;
 
-/// Longest question of a dry run, bytes: a text and the settings.
+/// Longest input of a dry run, bytes: a text and the settings.
 const QUESTION_LEN_MAX: u64 = 64 << 20;
 
-/// Bounds of the process should its own limits (`nagaya_rules`) fail: seconds of processor time, and bytes of addresses.
-/// The allocator reserves 1 GiB of addresses at once.
+/// Limits of the process in case its own limits (`nagaya_rules`) fail: seconds of CPU time, and
+/// bytes of address space. The allocator reserves 1 GiB of address space at once.
 const PROCESSOR_SECONDS_MAX: u64 = 3;
 const ADDRESS_BYTES_MAX: u64 = 4 << 30;
 
@@ -44,7 +46,7 @@ fn run(act: impl FnOnce() -> io::Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nobody reads it if the supervisor has started this process.
+            // It is not read if the supervisor has started this process.
             eprintln!("nagaya rule-check: {error}");
             ExitCode::FAILURE
         }
@@ -63,7 +65,7 @@ fn give_up_all() -> Result<(), RightsError> {
     let identity = Uid::effective().is_root().then_some((NOBODY, NOBODY));
     rights::give_up(identity)?;
     // The compiler's watchdog is a thread, and the filter allows no new one.
-    let _ = rule_test::run(&Question { text: String::new(), case: Case::default() }, "empty");
+    let _ = rule_test::run(&RuleQuestion { text: String::new(), case: TestCase::default() }, "empty");
     call_filter::install_for_rule_check()
         .map_err(rights::system("the filter of system calls cannot be put on"))
 }

@@ -1,5 +1,5 @@
-//! The listening sockets. The supervisor makes and keeps them, so that a process that ends takes none of
-//! them with it.
+//! The listening sockets. The supervisor makes and keeps them, so that the end of a process closes
+//! none of them.
 //!
 //! Not here: accepting (`nagaya_edge`, `nagaya_keeper`, `admin`), passing them on (`child`).
 
@@ -11,42 +11,48 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use nagaya_edge::options::Limits;
+use nagaya_edge::options::EdgeLimits;
 use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::error::ServeError;
-use crate::config::settings::Listen;
+use crate::config::settings::ListenSettings;
 
-/// Connections the kernel holds per socket until the edge accepts them; `net.core.somaxconn` may bound it
-/// further. A second's worth of new connections, while an edge is being restarted.
+/// Connections that the kernel holds per socket until the edge accepts them; `net.core.somaxconn`
+/// may limit it further. It covers a second of new connections, while an edge is being restarted.
 const BACKLOG: i32 = 16_384;
 
-/// Connections to the keeper not yet accepted: one per edge thread, and again as many while an edge restarts.
+/// Unaccepted connections to the keeper: one per edge thread, and again as many while an edge
+/// restarts.
 const KEEPER_BACKLOG: i32 = 1_024;
 
-/// Connections to the admin socket that wait to be accepted. Beyond it, connecting fails at once, for root too.
+/// Unaccepted connections to the admin socket. Above it, connecting fails at once, for root, too.
 const ADMIN_BACKLOG: i32 = 1_024;
 
-/// How often the other end is asked before it counts as gone: probes are packets like others, and one or two of them may be lost.
+/// Probes before the other end counts as gone. They are packets like others, and one or two of them
+/// may be lost.
 const PROBES: u32 = 3;
 
-/// The kernel counts the times of probes in seconds.
+/// Resolution of the kernel's probe times: seconds.
 const PROBE_MIN: Duration = Duration::from_secs(1);
 
 /// One address with its sockets, one per edge thread.
 #[derive(Debug)]
-pub struct Listening {
-    /// What was configured.
-    pub wanted: Listen,
-    /// What it came to: a configured port 0 becomes the one the kernel chose.
+pub struct BoundSockets {
+    /// The configured value.
+    pub wanted: ListenSettings,
+    /// The real address: a configured port 0 becomes the port that the kernel chose.
     pub address: SocketAddr,
     pub sockets: Vec<OwnedFd>,
 }
 
 /// Makes the sockets of every address, `threads` for each.
-pub fn listen(wanted: &[Listen], threads: usize, limits: &Limits) -> Result<Vec<Listening>, ServeError> {
+pub fn listen(
+    wanted: &[ListenSettings],
+    threads: usize,
+    limits: &EdgeLimits,
+) -> Result<Vec<BoundSockets>, ServeError> {
     let mut made = Vec::with_capacity(wanted.len());
     for listen in wanted {
         match listen_at(listen, threads, limits) {
@@ -66,9 +72,9 @@ pub fn listen(wanted: &[Listen], threads: usize, limits: &Limits) -> Result<Vec<
     Ok(made)
 }
 
-fn listen_at(listen: &Listen, threads: usize, limits: &Limits) -> io::Result<Listening> {
-    // With SO_REUSEPORT a second node of the same user would share the address, each getting some of the
-    // connections. A socket without it is refused the address if anybody has it.
+fn listen_at(listen: &ListenSettings, threads: usize, limits: &EdgeLimits) -> io::Result<BoundSockets> {
+    // With `SO_REUSEPORT` a second node of the same user would share the address. Each would get
+    // some of the connections. Without it, a socket is refused an address that is in use.
     let probe = socket(listen.address)?;
     probe.bind(&listen.address.into())?;
     let address = probe.local_addr()?.as_socket().unwrap_or(listen.address);
@@ -82,12 +88,12 @@ fn listen_at(listen: &Listen, threads: usize, limits: &Limits) -> io::Result<Lis
         socket.listen(BACKLOG)?;
         sockets.push(socket.into());
     }
-    Ok(Listening { wanted: listen.clone(), address, sockets })
+    Ok(BoundSockets { wanted: listen.clone(), address, sockets })
 }
 
 fn socket(address: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // Connections of the node before this one may still linger in TIME_WAIT.
+    // Connections of an earlier node may still linger in `TIME_WAIT`.
     socket.set_reuse_address(true)?;
     if address.is_ipv6() {
         socket.set_only_v6(true)?;
@@ -98,20 +104,22 @@ fn socket(address: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Connections that are accepted from now on end when the machine at their other end gives no sign any more: one that has lost its
-/// power or its network closes nothing, and would keep its place in line for ever.
-pub fn expect_signs(socket: impl AsFd, limits: &Limits) -> io::Result<()> {
+/// Sets keepalive for connections that are accepted from now on. They end when the machine at their
+/// other end is gone. One that has lost its power or its network closes nothing. It would keep its
+/// position in a queue for ever.
+pub fn expect_signs(socket: impl AsFd, limits: &EdgeLimits) -> io::Result<()> {
     use rustix::net::sockopt;
     let vanished = Duration::from_millis(limits.vanished_ms);
     // Half of the time is silence, the other half the probes.
-    let (idle, between) = (vanished / 2, vanished / 2 / PROBES);
+    let idle = vanished / 2;
+    let between = vanished / 2 / PROBES;
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, idle.max(PROBE_MIN))?;
     sockopt::set_tcp_keepintvl(&socket, between.max(PROBE_MIN))?;
     sockopt::set_tcp_keepcnt(&socket, PROBES)?;
-    // There are no probes while something is on its way and not acknowledged; else it would be sent again for a quarter of an hour.
-    // This bounds that, and instead of the count the probes as well. It also ends connections that say that they take nothing for the
-    // moment, which is the edge's to decide.
+    // There are no probes while sent data is not acknowledged. Such data would be sent again for a
+    // quarter of an hour. This limits that, and replaces the probe count. It also ends connections
+    // that accept no data for the moment, which is the edge's decision.
     let unacknowledged = limits.vanished_ms.max(limits.idle_body_ms);
     sockopt::set_tcp_user_timeout(&socket, u32::try_from(unacknowledged).unwrap_or(u32::MAX))?;
     Ok(())
@@ -122,7 +130,7 @@ fn is_family_missing(error: &io::Error) -> bool {
     matches!(errno, Some(rustix::io::Errno::AFNOSUPPORT | rustix::io::Errno::ADDRNOTAVAIL))
 }
 
-fn hint(error: &io::Error, listen: &Listen) -> String {
+fn hint(error: &io::Error, listen: &ListenSettings) -> String {
     let port = listen.address.port();
     match error.kind() {
         io::ErrorKind::AddrInUse => {
@@ -140,19 +148,23 @@ fn hint(error: &io::Error, listen: &Listen) -> String {
 
 /// Where other nodes reach the edge: one port, TCP and UDP.
 #[derive(Debug)]
-pub struct Peers {
-    /// A configured port 0 becomes the one the kernel chose.
+pub struct PeerSocketsFile {
+    /// A configured port 0 becomes the port that the kernel chose.
     pub address: SocketAddr,
     /// One per edge thread.
     pub streams: Vec<OwnedFd>,
     pub probes: OwnedFd,
 }
 
-/// How often a port that the kernel chose for TCP may turn out to be taken for UDP.
+/// How often the kernel's port for TCP may turn out to be in use for UDP.
 const PORT_TRIES_MAX: u32 = 16;
 
-pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Result<Peers, ServeError> {
-    let wanted = Listen { tls: true, ..Listen::plain(address) };
+pub fn listen_peers(
+    address: SocketAddr,
+    threads: usize,
+    limits: &EdgeLimits,
+) -> Result<PeerSocketsFile, ServeError> {
+    let wanted = ListenSettings { tls: true, ..ListenSettings::plain(address) };
     let mut tries = 0;
     let made = loop {
         tries += 1;
@@ -163,7 +175,11 @@ pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Res
             }
             probes.set_nonblocking(true)?;
             probes.bind(&listening.address.into())?;
-            Ok(Peers { address: listening.address, streams: listening.sockets, probes: probes.into() })
+            Ok(PeerSocketsFile {
+                address: listening.address,
+                streams: listening.sockets,
+                probes: probes.into(),
+            })
         });
         if made.is_ok() || address.port() != 0 || tries == PORT_TRIES_MAX {
             break made;
@@ -172,7 +188,7 @@ pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Res
     made.map_err(|error| ServeError::Listen { address, hint: hint(&error, &wanted), error })
 }
 
-/// The keeper's seqpacket socket. Only `owner` (the edge's uid) and root may connect.
+/// Makes the keeper's seqpacket socket. Only `owner` (the edge's uid) and root may connect.
 pub fn listen_keeper(path: &Path, owner: Option<(u32, u32)>) -> Result<OwnedFd, ServeError> {
     let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
     let socket = bind_closed(path, SocketType::SEQPACKET).map_err(failed)?;
@@ -181,7 +197,7 @@ pub fn listen_keeper(path: &Path, owner: Option<(u32, u32)>) -> Result<OwnedFd, 
     Ok(socket)
 }
 
-/// Who may connect to the admin interface. What each may do there is decided for each request.
+/// Users that may connect to the admin interface. Permissions are checked for each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminAudience {
     Owner,
@@ -190,8 +206,8 @@ pub enum AdminAudience {
     Everybody,
 }
 
-/// The admin interface's socket. At no moment can others connect than those it is for: it is made for its owner alone, and
-/// opened to others before anybody can connect.
+/// Makes the admin interface's socket. At no moment can unauthorised users connect. It is made for
+/// its owner alone, and opened to others before it listens.
 pub fn listen_admin(
     path: &Path,
     audience: AdminAudience,
@@ -212,8 +228,9 @@ pub fn listen_admin(
     Ok(socket.into())
 }
 
-/// A socket in the place of one that a node left. Its file has mode 0600 from the first moment, whatever the umask: the kernel
-/// takes the mode from the socket (unix(7) does not say so; `unix_bind_bsd` of net/unix/af_unix.c does).
+/// Binds a socket in the place of a leftover one. Its file has mode 0600 from the first moment,
+/// whatever the umask. The kernel takes the mode from the socket (unix(7) does not say so;
+/// `unix_bind_bsd` of net/unix/af_unix.c does).
 fn bind_closed(path: &Path, kind: SocketType) -> io::Result<OwnedFd> {
     remove_stale(path)?;
     let address = SocketAddrUnix::new(path)?;
@@ -224,7 +241,7 @@ fn bind_closed(path: &Path, kind: SocketType) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Removes the socket a node left that was killed. Anything but a socket stays: it is not ours.
+/// Removes the socket of a killed node. Anything but a socket stays: it is not ours.
 fn remove_stale(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::FileTypeExt as _;
     match std::fs::symlink_metadata(path) {
@@ -246,13 +263,13 @@ fn restrict(path: &Path, mode: u32, owner: Option<(u32, u32)>) -> io::Result<()>
 mod tests {
     use super::*;
 
-    fn anywhere() -> Listen {
-        Listen::plain(([127, 0, 0, 1], 0).into())
+    fn anywhere() -> ListenSettings {
+        ListenSettings::plain(([127, 0, 0, 1], 0).into())
     }
 
     #[test]
     fn all_threads_listen_on_the_one_port_the_kernel_chose() {
-        let made = listen(&[anywhere()], 3, &Limits::default()).unwrap();
+        let made = listen(&[anywhere()], 3, &EdgeLimits::default()).unwrap();
         assert_ne!(made[0].address.port(), 0);
         assert_eq!(made[0].sockets.len(), 3);
         for socket in &made[0].sockets {
@@ -265,7 +282,7 @@ mod tests {
     #[test]
     fn accepted_connections_are_asked_for_signs() {
         use rustix::net::sockopt;
-        let limits = Limits { vanished_ms: 60_000, idle_body_ms: 90_000, ..Limits::default() };
+        let limits = EdgeLimits { vanished_ms: 60_000, idle_body_ms: 90_000, ..EdgeLimits::default() };
         let made = listen(&[anywhere()], 1, &limits).unwrap();
         let accepted = || {
             let _client = std::net::TcpStream::connect(made[0].address).unwrap();
@@ -279,7 +296,7 @@ mod tests {
         assert_eq!(sockopt::tcp_keepcnt(&connection).unwrap(), PROBES);
         assert_eq!(sockopt::tcp_user_timeout(&connection).unwrap(), 90_000);
         // Limits that change hold for who connects after that.
-        expect_signs(&made[0].sockets[0], &Limits { vanished_ms: 2_000, idle_body_ms: 100, ..limits })
+        expect_signs(&made[0].sockets[0], &EdgeLimits { vanished_ms: 2_000, idle_body_ms: 100, ..limits })
             .unwrap();
         let connection = accepted();
         assert_eq!(sockopt::tcp_keepidle(&connection).unwrap(), seconds(1));
@@ -289,15 +306,15 @@ mod tests {
 
     #[test]
     fn an_address_that_another_node_has_is_refused_and_not_shared() {
-        let first = listen(&[anywhere()], 2, &Limits::default()).unwrap();
-        let again = Listen { address: first[0].address, ..anywhere() };
-        let error = listen(&[again], 2, &Limits::default()).unwrap_err();
+        let first = listen(&[anywhere()], 2, &EdgeLimits::default()).unwrap();
+        let again = ListenSettings { address: first[0].address, ..anywhere() };
+        let error = listen(&[again], 2, &EdgeLimits::default()).unwrap_err();
         assert!(error.to_string().contains("ss -ltnp"), "{error}");
     }
 
     #[test]
     fn other_nodes_ask_at_one_port() {
-        let limits = Limits::default();
+        let limits = EdgeLimits::default();
         let peers = listen_peers(([127, 0, 0, 1], 0).into(), 2, &limits).unwrap();
         assert_eq!(peers.streams.len(), 2);
         let address = rustix::net::getsockname(&peers.probes).unwrap();

@@ -1,10 +1,12 @@
-//! The rules of the store as files, which the edge watches and reads as it does those of the operator.
+//! The rules of the store as files, which the edge watches and reads like those of the operator.
 //!
-//! A file is written under another name and then put in its place, so that nobody sees half of it, before the change is told as done:
-//! a request that is sent then meets the new rule. The directory is made when the node starts and goes when it ends; what counts
-//! is in the store.
+//! A file is written under another name and then put in its place. So no reader sees half of it.
+//! That happens before the change is reported as done: a request that is sent then meets the new
+//! rule. The directory is made when the node starts and removed when it ends; the store is
+//! authoritative.
 //!
-//! Not here: compiling (`nagaya_rules`), the watch (`nagaya_edge::rules`), which of them are in force (the configuration).
+//! Not here: compiling (`nagaya_rules`), the watch (`nagaya_edge::rules`), which of them are in
+//! effect (the configuration).
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -16,24 +18,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_base::Code;
-use nagaya_cmdb::{Change, Store};
+use nagaya_records::RecordChange;
+use nagaya_store::Store;
 use parking_lot::Mutex;
 
-use super::node::Node;
+use super::node::SupervisedNode;
 use crate::config::settings::rule_file;
 
 const CODE: Code = Code(514);
 
-/// What could not be written is tried again this often.
+/// Interval at which a failed write is tried again.
 const AGAIN_EVERY: Duration = Duration::from_secs(5);
 
-/// The directory, of which the supervisor alone changes something.
+/// The directory, which only the supervisor changes.
 #[derive(Debug)]
 pub struct StoredRules {
     dir: PathBuf,
-    /// The edge's group, which may read it. None: the edge has the rights of this process.
+    /// The edge's group, which may read it. `None` if the edge has the rights of this process.
     reader: Option<u32>,
-    /// Held while files are changed. True: they are not what the store has.
+    /// Held while files are changed. True if they differ from the store.
     is_off: Mutex<bool>,
 }
 
@@ -41,7 +44,7 @@ impl StoredRules {
     /// Makes the directory and nothing in it.
     pub fn make(dir: PathBuf, reader: Option<u32>) -> io::Result<Self> {
         fs::create_dir_all(&dir)?;
-        // Rules may hold what tenants are not to read, and the directory above is open to them.
+        // Rules may hold secrets from tenants, and the directory above is open to them.
         if let Some(group) = reader {
             chown(&dir, None, Some(group))?;
         }
@@ -49,7 +52,7 @@ impl StoredRules {
         Ok(Self { dir, reader, is_off: Mutex::new(false) })
     }
 
-    /// Makes the files what the store has.
+    /// Makes the files match the store.
     pub fn take_all(&self, store: &dyn Store) {
         let mut is_off = self.is_off.lock();
         let taken = self.try_take_all(store);
@@ -64,7 +67,7 @@ impl StoredRules {
         let mut wanted: HashSet<OsString> = HashSet::new();
         for rule in &rules {
             let file = rule_file(&self.dir, rule.name.as_str());
-            // One that is there already is not to be read again by all threads of the edge.
+            // All threads of the edge need not read an unchanged one again.
             if !fs::read(&file).is_ok_and(|text| text == rule.text.as_bytes()) {
                 self.put(&file, &rule.text)?;
             }
@@ -79,12 +82,12 @@ impl StoredRules {
         Ok(())
     }
 
-    /// Takes what was committed, in order of revision.
-    pub fn follow(&self, changes: &[Change]) {
+    /// Takes committed changes, in order of revision.
+    pub fn follow(&self, changes: &[RecordChange]) {
         for change in changes {
             let (name, text) = match change {
-                Change::PutRule(rule) => (&rule.name, Some(&*rule.text)),
-                Change::DropRule(name) => (name, None),
+                RecordChange::PutRule(rule) => (&rule.name, Some(&*rule.text)),
+                RecordChange::DropRule(name) => (name, None),
                 _ => continue,
             };
             let mut is_off = self.is_off.lock();
@@ -107,7 +110,7 @@ impl StoredRules {
         if let Some(group) = self.reader {
             fchown(&to, None, Some(group))?;
         }
-        // The umask may have taken the group's bit away.
+        // The umask may have removed the group's bit.
         to.set_permissions(Permissions::from_mode(0o640))?;
         to.write_all(text.as_bytes())?;
         drop(to);
@@ -131,8 +134,8 @@ fn remove(file: &Path) -> io::Result<()> {
     }
 }
 
-/// Tries again what could not be done. Never ends.
-pub async fn keep(node: Arc<Node>) {
+/// Tries failed writes again. Never ends.
+pub async fn keep(node: Arc<SupervisedNode>) {
     loop {
         tokio::time::sleep(AGAIN_EVERY).await;
         if *node.rules.is_off.lock() {
@@ -145,13 +148,13 @@ pub async fn keep(node: Arc<Node>) {
 
 #[cfg(test)]
 mod tests {
-    use nagaya_cmdb::store::{Mode, RedbStore};
-    use nagaya_cmdb::{Rule, RuleName};
+    use nagaya_records::{RuleName, RuleRecord};
+    use nagaya_store::{ChangeMode, RedbStore};
 
     use super::*;
 
-    fn put(name: &str, text: &str) -> Change {
-        Change::PutRule(Rule { name: RuleName::new(name).unwrap(), text: text.into() })
+    fn put(name: &str, text: &str) -> RecordChange {
+        RecordChange::PutRule(RuleRecord { name: RuleName::new(name).unwrap(), text: text.into() })
     }
 
     fn files(rules: &StoredRules) -> Vec<(String, String)> {
@@ -173,7 +176,7 @@ mod tests {
     fn files_are_what_the_store_has() {
         let dir = tempfile::tempdir().unwrap();
         let store = RedbStore::open(&dir.path().join("store.redb")).unwrap();
-        store.transaction(vec![put("a", "1"), put("b.rb", "2")], Mode::Merge).unwrap();
+        store.transaction(vec![put("a", "1"), put("b.rb", "2")], ChangeMode::Merge).unwrap();
         let rules = StoredRules::make(dir.path().join("rules"), None).unwrap();
         // What a node that was killed has left behind.
         for name in ["gone.rb", ".new"] {
@@ -181,17 +184,17 @@ mod tests {
         }
         rules.take_all(&store);
         assert_eq!(files(&rules), pairs(&[("a.rb", "1"), ("b.rb.rb", "2")]));
-        rules.follow(&[put("c", "3"), put("a", "4"), Change::DropRule(RuleName::new("b.rb").unwrap())]);
+        rules.follow(&[put("c", "3"), put("a", "4"), RecordChange::DropRule(RuleName::new("b.rb").unwrap())]);
         assert_eq!(files(&rules), pairs(&[("a.rb", "4"), ("c.rb", "3")]));
     }
 
     #[test]
-    fn what_could_not_be_written_is_done_later() {
+    fn rule_that_could_not_be_written_is_written_later() {
         let dir = tempfile::tempdir().unwrap();
         let store = RedbStore::open(&dir.path().join("store.redb")).unwrap();
         let rules = StoredRules::make(dir.path().join("rules"), None).unwrap();
         fs::create_dir(rule_file(&rules.dir, "a")).unwrap();
-        let committed = store.transaction(vec![put("a", "1")], Mode::Merge).unwrap();
+        let committed = store.transaction(vec![put("a", "1")], ChangeMode::Merge).unwrap();
         rules.follow(&committed.changes);
         assert!(*rules.is_off.lock());
         fs::remove_dir(rule_file(&rules.dir, "a")).unwrap();

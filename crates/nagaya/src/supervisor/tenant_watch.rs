@@ -1,33 +1,33 @@
-//! Looking each hour whether ids and homes of tenants are as they should be: the log says it once, a metric always.
+//! Checks ids and homes of tenants each hour: the log reports a fault once, a metric always.
 //!
-//! Not here: what is wrong with a tenant (`doctor::tenants`).
+//! Not here: the faults of a tenant (`doctor::tenants`).
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_cmdb::check::IdPolicy;
-use nagaya_cmdb::store::{PAGE_LEN_MAX, Store, StoreError};
+use nagaya_records::check::IdPolicy;
+use nagaya_store::{PAGE_LEN_MAX, Store, StoreError};
 use nix::unistd::Uid;
 use parking_lot::Mutex;
 
-use super::exposition::Page;
-use super::node::Node;
-use crate::doctor::tenants::Found;
+use super::exposition::MetricPage;
+use super::node::SupervisedNode;
+use crate::doctor::tenants::TenantFinding;
 use crate::tenant_ids::IdSource;
 
-/// Between two looks.
+/// Interval of checks.
 const INTERVAL: Duration = Duration::from_secs(3600);
 
-/// What the last look has found.
+/// Result of the last check.
 #[derive(Default)]
-pub struct Watch {
-    /// None: nobody has looked, or there are no rights to.
+pub struct TenantWatch {
+    /// `None` before the first check, or without the rights for one.
     warnings: Mutex<Option<usize>>,
 }
 
-impl Watch {
-    pub fn expose(&self, page: &mut Page) {
+impl TenantWatch {
+    pub fn expose(&self, page: &mut MetricPage) {
         let Some(count) = *self.warnings.lock() else { return };
         page.family(
             "nagaya_tenant_warnings",
@@ -38,14 +38,16 @@ impl Watch {
     }
 }
 
-/// Looks, at once and each hour, for ever. Without root nothing is a tenant's own, and nobody looks.
-pub async fn keep(node: Arc<Node>, ids: IdSource) {
+/// Checks at once and each hour, for ever. Without root a tenant owns nothing, and there is no
+/// check.
+pub async fn keep(node: Arc<SupervisedNode>, ids: IdSource) {
     if !Uid::effective().is_root() {
         return;
     }
     let mut told = HashSet::new();
     loop {
-        let (store, policy) = (Arc::clone(&node.store), ids.policy());
+        let store = Arc::clone(&node.store);
+        let policy = ids.policy();
         let look = tokio::task::spawn_blocking(move || look(&*store, &policy));
         // A panic there has been reported.
         if let Ok(Ok(found)) = look.await {
@@ -56,8 +58,9 @@ pub async fn keep(node: Arc<Node>, ids: IdSource) {
     }
 }
 
-fn look(store: &dyn Store, policy: &IdPolicy) -> Result<Found, StoreError> {
-    let (mut found, mut after) = (Found::default(), None::<String>);
+fn look(store: &dyn Store, policy: &IdPolicy) -> Result<TenantFinding, StoreError> {
+    let mut found = TenantFinding::default();
+    let mut after = None::<String>;
     loop {
         let page = store.tenants(after.as_deref(), PAGE_LEN_MAX)?;
         let Some(last) = page.last() else { return Ok(found) };
@@ -66,8 +69,8 @@ fn look(store: &dyn Store, policy: &IdPolicy) -> Result<Found, StoreError> {
     }
 }
 
-/// Writes into the log what the look before has not found.
-fn tell(found: &Found, told: &HashSet<String>) -> HashSet<String> {
+/// Logs faults that the previous check did not find.
+fn tell(found: &TenantFinding, told: &HashSet<String>) -> HashSet<String> {
     for warning in found.warnings.iter().filter(|warning| !told.contains(*warning)) {
         tracing::warn!(code = "NGY0519", "{warning}");
     }
@@ -76,9 +79,9 @@ fn tell(found: &Found, told: &HashSet<String>) -> HashSet<String> {
 
 #[cfg(test)]
 mod tests {
-    use nagaya_cmdb::RedbStore;
-    use nagaya_cmdb::record::Change;
-    use nagaya_cmdb::store::Mode;
+    use nagaya_records::record::RecordChange;
+    use nagaya_store::ChangeMode;
+    use nagaya_store::RedbStore;
 
     use super::*;
 
@@ -88,19 +91,19 @@ mod tests {
         let store = RedbStore::open(&dir.path().join("store.redb")).unwrap();
         let tenant = |name: &str, uid: u32, home: Option<std::path::PathBuf>| {
             let record = serde_json::json!({ "name": name, "uid": uid, "gid": uid, "home": home });
-            Change::PutTenant(serde_json::from_value(record).unwrap())
+            RecordChange::PutTenant(serde_json::from_value(record).unwrap())
         };
         let missing = dir.path().join("missing");
         store
-            .transaction(vec![tenant("a", 5_000, Some(missing)), tenant("b", 5_001, None)], Mode::Merge)
+            .transaction(vec![tenant("a", 5_000, Some(missing)), tenant("b", 5_001, None)], ChangeMode::Merge)
             .unwrap();
-        let watch = Watch::default();
+        let watch = TenantWatch::default();
         let found = look(&store, &IdPolicy::default()).unwrap();
         assert_eq!((found.looked_at, found.warnings.len()), (2, 1), "{:?}", found.warnings);
         let told = tell(&found, &HashSet::new());
         assert!(told.iter().all(|warning| warning.contains("tenant 'a': its home")), "{told:?}");
         *watch.warnings.lock() = Some(1);
-        let mut page = Page::default();
+        let mut page = MetricPage::default();
         watch.expose(&mut page);
         assert!(page.into_text().contains("\nnagaya_tenant_warnings 1\n"));
     }

@@ -36,7 +36,7 @@ fn node(name: &'static str, cpu_used: f32) -> NodeLoad<&'static str> {
     NodeLoad { node: name, cpus: 8, cpu_used, memory_free: 1 << 33, is_open: true, arrivals: 0 }
 }
 
-type Small = Balance<u32, &'static str>;
+type Small = LoadBalance<u32, &'static str>;
 
 /// The first step within so many seconds of the same load, and after how many it came.
 fn first_step(
@@ -45,22 +45,25 @@ fn first_step(
     seconds: u64,
     load: &SiteLoad<u32, &'static str>,
     nodes: &[NodeLoad<&'static str>],
-) -> Option<(u64, Decision<u32, &'static str>)> {
-    (0..seconds).find_map(|second| Some((second, balance.look(at(from + second), load, nodes)?)))
+) -> Option<(u64, BalanceDecision<u32, &'static str>)> {
+    (0..seconds).find_map(|second| Some((second, balance.decide_step(at(from + second), load, nodes)?)))
 }
 
 #[test]
-fn who_is_short_gets_more_at_once_where_it_is() {
+fn short_site_is_raised_at_once_on_its_own_node() {
     let mut balance = Small::default();
     let (when, decision) =
         first_step(&mut balance, 0, 60, &site(0.4, 0.98), &[node("a", 0.3), node("b", 0.0)]).unwrap();
-    assert_eq!((when, decision.step), (0, Step::Raise(2.0)));
+    assert_eq!((when, decision.step), (0, BalanceStep::Raise(2.0)));
     assert_eq!(
         decision.words,
         "short of CPU 40% of the time at a limit of 1.00 CPUs, and a uses 30% of its own: the limit is raised to 2.00"
     );
     let raised = SiteLoad { limit: 3.0, ..site(0.4, 2.9) };
-    assert_eq!(first_step(&mut balance, 2, 1, &raised, &[node("a", 0.3)]).unwrap().1.step, Step::Raise(4.0));
+    assert_eq!(
+        first_step(&mut balance, 2, 1, &raised, &[node("a", 0.3)]).unwrap().1.step,
+        BalanceStep::Raise(4.0)
+    );
 }
 
 #[test]
@@ -77,12 +80,12 @@ fn a_full_node_gives_the_site_away_at_a_quiet_moment() {
     let busy = SiteLoad { in_flight: 9, ..site(0.4, 0.9) };
     assert_eq!(first_step(&mut balance, 0, 30, &busy, &nodes), None, "there is no quiet moment yet");
     let (_, decision) = first_step(&mut balance, 30, 1, &site(0.4, 0.9), &nodes).unwrap();
-    assert_eq!(decision.step, Step::Move("c"));
+    assert_eq!(decision.step, BalanceStep::Move("c"));
     assert!(decision.words.ends_with("moved to c, which uses 20%, at a quiet moment"), "{}", decision.words);
 
     let mut balance = Small::default();
     let (when, decision) = first_step(&mut balance, 0, 120, &busy, &nodes).unwrap();
-    assert_eq!((when, decision.step), (60, Step::Move("c")), "it does not wait for ever");
+    assert_eq!((when, decision.step), (60, BalanceStep::Move("c")), "it does not wait for ever");
 }
 
 #[test]
@@ -102,22 +105,22 @@ fn nowhere_better_means_no_move() {
 }
 
 #[test]
-fn what_was_given_is_taken_back_much_later() {
+fn raised_limit_is_lowered_much_later() {
     let mut balance = Small::default();
     let nodes = [node("a", 0.3), node("b", 0.3)];
     let raised = SiteLoad { limit: 4.0, ..site(0.0, 0.3) };
     let (when, decision) = first_step(&mut balance, 0, 100, &raised, &nodes).unwrap();
-    assert_eq!((when, decision.step), (60, Step::Lower(2.0)));
+    assert_eq!((when, decision.step), (60, BalanceStep::Lower(2.0)));
     let base = site(0.0, 0.1);
     assert_eq!(first_step(&mut balance, 100, 400, &base, &nodes), None, "never below what its record says");
 }
 
 #[test]
-fn who_may_have_less_than_before_gets_less_at_once() {
+fn lowered_maximum_lowers_the_limit_at_once() {
     let mut balance = Small::default();
     let load = SiteLoad { limit: 4.0, limit_max: 2.0, ..site(0.5, 3.9) };
     let (when, decision) = first_step(&mut balance, 0, 10, &load, &[node("a", 0.3)]).unwrap();
-    assert_eq!((when, decision.step), (0, Step::Lower(2.0)));
+    assert_eq!((when, decision.step), (0, BalanceStep::Lower(2.0)));
 }
 
 #[test]
@@ -125,7 +128,7 @@ fn a_site_that_was_moved_rests() {
     let mut balance = Small::default();
     let nodes = [node("a", 0.95), node("b", 0.2)];
     assert!(first_step(&mut balance, 0, 30, &site(0.4, 0.9), &nodes).is_some());
-    balance.left(&7);
+    balance.forget_site(&7);
     // It has come back, and is short again.
     let again = first_step(&mut balance, 60, 2000, &site(0.4, 0.9), &nodes).unwrap();
     assert!(60 + again.0 >= 600, "after {} s", again.0);
@@ -138,7 +141,7 @@ fn a_site_that_came_for_its_load_rests_too() {
     let mut when = None;
     for second in 0..1000 {
         let load = SiteLoad { came: Some(Duration::from_secs(100 + second)), ..site(0.4, 0.9) };
-        if balance.look(at(second), &load, &nodes).is_some() {
+        if balance.decide_step(at(second), &load, &nodes).is_some() {
             when = Some(second);
             break;
         }
@@ -156,41 +159,42 @@ fn a_node_that_others_gave_much_to_gets_no_more() {
 }
 
 #[test]
-fn what_an_operator_sets_is_what_holds() {
-    let (nodes, second) = ([node("a", 0.95), node("b", 0.2)], Duration::from_secs(1));
-    let with = |terms: Terms| {
+fn terms_set_by_an_operator_hold() {
+    let nodes = [node("a", 0.95), node("b", 0.2)];
+    let second = Duration::from_secs(1);
+    let with = |terms: BalanceConfig| {
         let mut balance = Small::default();
         balance.set_terms(terms);
         first_step(&mut balance, 0, 60, &site(0.4, 0.9), &nodes).map(|(when, decision)| (when, decision.step))
     };
-    let terms = Terms::default();
-    assert_eq!(with(Terms { move_after: second, ..terms }), Some((1, Step::Move("b"))));
-    assert_eq!(with(Terms { busy: 1.0, ..terms }), Some((0, Step::Raise(2.0))));
-    assert_eq!(with(Terms { short: 0.5, ..terms }), None);
-    assert_eq!(with(Terms { moves_per_minute: 0, ..terms }), None);
-    assert_eq!(with(Terms { target: 0.25, ..terms }), None);
-    assert_eq!(with(Terms { better_by: 0.7, ..terms }), None);
+    let terms = BalanceConfig::default();
+    assert_eq!(with(BalanceConfig { move_after: second, ..terms }), Some((1, BalanceStep::Move("b"))));
+    assert_eq!(with(BalanceConfig { busy: 1.0, ..terms }), Some((0, BalanceStep::Raise(2.0))));
+    assert_eq!(with(BalanceConfig { short: 0.5, ..terms }), None);
+    assert_eq!(with(BalanceConfig { moves_per_minute: 0, ..terms }), None);
+    assert_eq!(with(BalanceConfig { target: 0.25, ..terms }), None);
+    assert_eq!(with(BalanceConfig { better_by: 0.7, ..terms }), None);
     let mut balance = Small::default();
-    balance.set_terms(Terms { lower_after: second, ..terms });
+    balance.set_terms(BalanceConfig { lower_after: second, ..terms });
     let raised = SiteLoad { limit: 4.0, ..site(0.0, 0.3) };
     assert_eq!(first_step(&mut balance, 0, 60, &raised, &nodes).unwrap().0, 1);
 }
 
 #[test]
 fn a_node_takes_part_in_few_moves_a_minute() {
-    let mut balance: Balance<u32, &'static str> = Balance::default();
+    let mut balance: LoadBalance<u32, &'static str> = LoadBalance::default();
     let nodes = [node("a", 0.95), node("b", 0.2)];
     let mut times = Vec::new();
     for second in 0..200 {
         for each in 0..20 {
             let load = SiteLoad { site: each, ..site(0.4, 0.9) };
-            times.extend(balance.look(at(second), &load, &nodes).map(|_| second));
+            times.extend(balance.decide_step(at(second), &load, &nodes).map(|_| second));
         }
     }
     assert!(times.len() >= 8, "{times:?}");
     for (index, first) in times.iter().enumerate() {
         let within = times[index..].iter().filter(|time| **time < first + 60).count();
-        assert!(within <= Terms::default().moves_per_minute as usize, "{times:?}");
+        assert!(within <= BalanceConfig::default().moves_per_minute as usize, "{times:?}");
     }
 }
 
@@ -224,13 +228,13 @@ impl Model {
             let throttled = 1.0 - wants.min(limit) / wants.max(0.01);
             let own = SiteLoad { site: index as u32, node: NAMES[at_node], ..site(starved, used) };
             let load = SiteLoad { limit, throttled, ..own };
-            match balance.look(at(second), &load, &nodes).map(|decision| decision.step) {
-                Some(Step::Raise(cpus) | Step::Lower(cpus)) => self.sites[index].1 = cpus,
-                Some(Step::Move(to)) => {
+            match balance.decide_step(at(second), &load, &nodes).map(|decision| decision.step) {
+                Some(BalanceStep::Raise(cpus) | BalanceStep::Lower(cpus)) => self.sites[index].1 = cpus,
+                Some(BalanceStep::Move(to)) => {
                     self.sites[index].0 = NAMES.iter().position(|name| *name == to).unwrap();
                     self.moves.push((second, index));
                 }
-                Some(Step::Copy(_) | Step::Uncopy) => panic!("no record allows several"),
+                Some(BalanceStep::Copy(_) | BalanceStep::Uncopy) => panic!("no record allows several"),
                 None => {}
             }
         }
@@ -247,7 +251,7 @@ fn load_that_fits_is_spread_and_then_left_alone() {
     for second in 0..1800 {
         worst = model.step(&mut balance, second);
     }
-    assert!(worst < Terms::default().short, "somebody is starved for {worst}");
+    assert!(worst < BalanceConfig::default().short, "somebody is starved for {worst}");
     let last = model.moves.last().unwrap().0;
     assert!(last < 600, "it still moves sites after {last} s: {:?}", model.moves);
     assert!(model.moves.len() <= 20, "{:?}", model.moves);
@@ -269,7 +273,7 @@ fn load_that_comes_and_goes_does_not_make_it_swing() {
         let times: Vec<u64> =
             model.moves.iter().filter(|(_, moved)| *moved == index).map(|(at, _)| *at).collect();
         assert!(
-            times.windows(2).all(|pair| pair[1] - pair[0] >= Terms::default().site_rests.as_secs()),
+            times.windows(2).all(|pair| pair[1] - pair[0] >= BalanceConfig::default().site_rests.as_secs()),
             "{times:?}"
         );
     }
@@ -283,7 +287,7 @@ fn one_more_node_gets_what_no_node_alone_is_better_for() {
     let mut balance = Small::default();
     let nodes = [node("a", 0.6), node("b", 0.3), node("c", 0.2)];
     let (when, decision) = first_step(&mut balance, 0, 100, &at_its_most(&["a"]), &nodes).unwrap();
-    assert_eq!((when, decision.step), (15, Step::Copy("c")));
+    assert_eq!((when, decision.step), (15, BalanceStep::Copy("c")));
     assert_eq!(
         decision.words,
         "short of CPU for 15 s at 4.00 CPUs on a, which uses 60% of its own, and no node is better for all of it: c, which uses 20%, gets one, too (2 of 3)"
@@ -291,13 +295,13 @@ fn one_more_node_gets_what_no_node_alone_is_better_for() {
     // The next one only when what that has changed was measured, and never where it is already.
     let two = at_its_most(&["a", "c"]);
     let (when, decision) = first_step(&mut balance, 16, 100, &two, &nodes).unwrap();
-    assert_eq!((when, decision.step), (14, Step::Copy("b")));
+    assert_eq!((when, decision.step), (14, BalanceStep::Copy("b")));
     let three = at_its_most(&["a", "c", "b"]);
     assert_eq!(first_step(&mut balance, 31, 2000, &three, &nodes), None, "its record allows three");
 }
 
 #[test]
-fn no_other_node_gets_what_does_not_want_it_or_would_not_fit_there() {
+fn no_node_gets_a_site_it_refuses_or_cannot_fit() {
     let open = |used| [node("a", 0.6), node("b", used)];
     let none = |load: SiteLoad<u32, &'static str>, nodes: [NodeLoad<&'static str>; 2], why: &str| {
         assert_eq!(first_step(&mut Small::default(), 0, 59, &load, &nodes), None, "{why}");
@@ -316,8 +320,8 @@ fn while_a_limit_may_be_raised_nothing_else_is_done() {
     let load = SiteLoad { limit: 1.0, ..at_its_most(&["a"]) };
     let nodes = [node("a", 0.6), node("b", 0.1)];
     for second in 0..60 {
-        if let Some(decision) = balance.look(at(second), &load, &nodes) {
-            assert_eq!(decision.step, Step::Raise(2.0));
+        if let Some(decision) = balance.decide_step(at(second), &load, &nodes) {
+            assert_eq!(decision.step, BalanceStep::Raise(2.0));
         }
     }
 }
@@ -344,7 +348,7 @@ fn the_last_node_gives_up_what_the_others_can_do_alone() {
     };
     let step = |load: &SiteLoad<u32, &'static str>| first_step(&mut Small::default(), 0, 300, load, &nodes);
     let (when, decision) = step(&copy(Some(0.2), 3600)).unwrap();
-    assert_eq!((when, decision.step), (60, Step::Uncopy));
+    assert_eq!((when, decision.step), (60, BalanceStep::Uncopy));
     assert_eq!(decision.words, "its 2 nodes used 0.30 CPUs together for 60 s, little for 1: a gives it up");
     assert_eq!(step(&copy(Some(0.4), 3600)), None, "that would not fit well");
     assert_eq!(step(&copy(None, 3600)), None, "the others do not say what they use");

@@ -8,8 +8,8 @@ use super::*;
 
 const GIB: u64 = 1 << 30;
 
-fn node(name: &str) -> Candidate<'_> {
-    Candidate {
+fn node(name: &str) -> NodeCandidate<'_> {
+    NodeCandidate {
         name,
         against: None,
         present: true,
@@ -25,20 +25,20 @@ fn node(name: &str) -> Candidate<'_> {
     }
 }
 
-fn need(site: &str) -> Need<'_> {
-    Need { site, memory_bytes: GIB / 2, from: None }
+fn need(site: &str) -> SiteDemand<'_> {
+    SiteDemand { site, memory_bytes: GIB / 2, from: None }
 }
 
 #[test]
 fn each_node_is_ruled_out_for_one_reason() {
-    type Change = fn(&mut Candidate);
-    let table: [(Out, Change); 6] = [
-        (Out::Draining, |node| node.draining = true),
-        (Out::Absent, |node| node.present = false),
-        (Out::Silent, |node| node.against = Some(Verdict::Silent)),
-        (Out::Refuses, |node| node.against = Some(Verdict::Refuses)),
-        (Out::TooSmall, |node| node.memory_bytes = GIB / 4),
-        (Out::Full, |node| node.memory_free = GIB / 4),
+    type Change = fn(&mut NodeCandidate);
+    let table: [(Ineligible, Change); 6] = [
+        (Ineligible::Draining, |node| node.draining = true),
+        (Ineligible::Absent, |node| node.present = false),
+        (Ineligible::Silent, |node| node.against = Some(ProbeResult::Silent)),
+        (Ineligible::Refuses, |node| node.against = Some(ProbeResult::Refuses)),
+        (Ineligible::TooSmall, |node| node.memory_bytes = GIB / 4),
+        (Ineligible::Full, |node| node.memory_free = GIB / 4),
     ];
     for (out, change) in table {
         let mut other = node("a");
@@ -46,7 +46,7 @@ fn each_node_is_ruled_out_for_one_reason() {
         assert_eq!(choose(&need("wiki"), &[other]).unwrap_err().out, [("a".to_owned(), out)]);
         assert_eq!(choose(&need("wiki"), &[other, node("b")]).unwrap().best(), "b");
     }
-    let leaves = Need { from: Some("a"), ..need("wiki") };
+    let leaves = SiteDemand { from: Some("a"), ..need("wiki") };
     let error = choose(&leaves, &[node("a")]).unwrap_err();
     assert_eq!(error.to_string(), "no node can take it: a is the one it leaves");
     assert_eq!(choose(&leaves, &[]).unwrap_err().to_string(), "there is no node");
@@ -54,8 +54,8 @@ fn each_node_is_ruled_out_for_one_reason() {
 
 #[test]
 fn a_slow_or_unknown_node_is_not_ruled_out() {
-    for against in [None, Some(Verdict::Pending), Some(Verdict::Answers)] {
-        let other = Candidate { against, ..node("a") };
+    for against in [None, Some(ProbeResult::Pending), Some(ProbeResult::Answers)] {
+        let other = NodeCandidate { against, ..node("a") };
         assert_eq!(choose(&need("wiki"), &[other]).unwrap().best(), "a");
     }
 }
@@ -63,7 +63,7 @@ fn a_slow_or_unknown_node_is_not_ruled_out() {
 #[test]
 fn a_refusal_names_some_and_counts_the_rest() {
     let names: Vec<String> = (0..20).map(|at| format!("n{at}")).collect();
-    let nodes: Vec<_> = names.iter().map(|name| Candidate { draining: true, ..node(name) }).collect();
+    let nodes: Vec<_> = names.iter().map(|name| NodeCandidate { draining: true, ..node(name) }).collect();
     let text = choose(&need("wiki"), &nodes).unwrap_err().to_string();
     assert!(text.starts_with("no node can take it: n0 is being drained; n1 is"), "{text}");
     assert!(text.ends_with("; and 12 more"), "{text}");
@@ -71,17 +71,17 @@ fn a_refusal_names_some_and_counts_the_rest() {
 
 #[test]
 fn the_image_decides_between_equals_and_load_between_images() {
-    let image = |name| Candidate { has_image: true, ..node(name) };
+    let image = |name| NodeCandidate { has_image: true, ..node(name) };
     for site in ["a", "b", "c", "d", "e"] {
         assert_eq!(choose(&need(site), &[node("x"), image("y"), node("z")]).unwrap().best(), "y");
-        let busy = Candidate { wakes: 40, ..image("y") };
+        let busy = NodeCandidate { wakes: 40, ..image("y") };
         assert_ne!(choose(&need(site), &[node("x"), busy, node("z")]).unwrap().best(), "y");
     }
 }
 
 #[test]
-fn what_a_node_has_to_do_is_weighed_against_what_it_has_left() {
-    type Change = fn(&mut Candidate);
+fn work_of_a_node_is_weighed_against_its_spare_capacity() {
+    type Change = fn(&mut NodeCandidate);
     // What speaks against the first of a site's order, and whether that is enough for the second to be chosen.
     let table: [(&str, bool, Change); 14] = [
         ("nothing", false, |_| {}),
@@ -110,8 +110,10 @@ fn what_a_node_has_to_do_is_weighed_against_what_it_has_left() {
             if nodes[at].cpus != 4 {
                 // Only the load is to differ, not the order.
                 nodes[1 - at].cpus = nodes[at].cpus;
-                (nodes[0].memory_bytes, nodes[1].memory_bytes) = (64 * GIB, 64 * GIB);
-                (nodes[0].memory_free, nodes[1].memory_free) = (63 * GIB, 63 * GIB);
+                nodes[0].memory_bytes = 64 * GIB;
+                nodes[1].memory_bytes = 64 * GIB;
+                nodes[0].memory_free = 63 * GIB;
+                nodes[1].memory_free = 63 * GIB;
             }
             let best = choose(&need(&site), &nodes).unwrap().best();
             assert_eq!(best != first, is_passed_over, "{what}: {}", choose(&need(&site), &nodes).unwrap());
@@ -121,7 +123,7 @@ fn what_a_node_has_to_do_is_weighed_against_what_it_has_left() {
 
 #[test]
 fn an_image_is_worth_what_a_cold_start_takes_and_no_more() {
-    let nodes = |cpu_used| [Candidate { has_image: true, cpu_used, ..node("x") }, node("y")];
+    let nodes = |cpu_used| [NodeCandidate { has_image: true, cpu_used, ..node("x") }, node("y")];
     for site in 0..20 {
         let site = format!("site{site}");
         let best = |cpu_used| choose(&need(&site), &nodes(cpu_used)).unwrap().best();
@@ -131,14 +133,15 @@ fn an_image_is_worth_what_a_cold_start_takes_and_no_more() {
 
 #[test]
 fn the_choice_says_why() {
-    let nodes = [Candidate { has_image: true, ..node("x") }, Candidate { draining: true, ..node("y") }];
+    let nodes =
+        [NodeCandidate { has_image: true, ..node("x") }, NodeCandidate { draining: true, ..node("y") }];
     let text = choose(&need("wiki"), &nodes).unwrap().to_string();
     assert!(text.starts_with("x for wiki: first in its order, image there (cost "), "{text}");
     assert!(text.ends_with("; 1 ruled out)"), "{text}");
 }
 
 /// How many of `sites` sites go to each of the nodes.
-fn shares(nodes: &[Candidate], sites: u32) -> BTreeMap<String, u32> {
+fn shares(nodes: &[NodeCandidate], sites: u32) -> BTreeMap<String, u32> {
     let mut shares = BTreeMap::new();
     for site in 0..sites {
         let site = format!("site{site}");
@@ -149,7 +152,7 @@ fn shares(nodes: &[Candidate], sites: u32) -> BTreeMap<String, u32> {
 }
 
 #[test]
-fn sites_of_a_dead_node_spread_although_all_planners_see_the_same() {
+fn sites_of_a_dead_node_spread_although_planners_see_the_same() {
     let names: Vec<String> = (0..20).map(|at| format!("n{at}")).collect();
     let nodes: Vec<_> = names.iter().map(|name| node(name)).collect();
     let shares = shares(&nodes, 2000);
@@ -159,7 +162,7 @@ fn sites_of_a_dead_node_spread_although_all_planners_see_the_same() {
 
 #[test]
 fn a_larger_node_takes_more() {
-    let large = Candidate { cpus: 12, memory_bytes: 24 * GIB, memory_free: 23 * GIB, ..node("large") };
+    let large = NodeCandidate { cpus: 12, memory_bytes: 24 * GIB, memory_free: 23 * GIB, ..node("large") };
     let shares = shares(&[large, node("a"), node("b"), node("c")], 3000);
     assert!((1300..=1700).contains(&shares["large"]), "half of all: {shares:?}");
 }
@@ -177,10 +180,10 @@ fn the_choice_is_the_fallback_while_nothing_is_unusual() {
     let nodes = [node("a"), node("b"), node("c"), node("d")];
     for site in 0..200 {
         let site = format!("site{site}");
-        let leaves = Need { from: Some("a"), ..need(&site) };
+        let leaves = SiteDemand { from: Some("a"), ..need(&site) };
         let fallback = fallback(&leaves, &nodes).unwrap();
         let with_image =
-            nodes.map(|node| Candidate { has_image: node.name == fallback || node.name == "a", ..node });
+            nodes.map(|node| NodeCandidate { has_image: node.name == fallback || node.name == "a", ..node });
         assert_eq!(choose(&leaves, &with_image).unwrap().best(), fallback);
     }
 }
@@ -205,7 +208,7 @@ proptest! {
     #[test]
     fn the_order_of_the_candidates_decides_nothing(count in 1usize..12, site in "[a-z]{1,12}", wakes in prop::collection::vec(0u32..9, 12)) {
         let names: Vec<String> = (0..count).map(|at| format!("n{at}")).collect();
-        let mut nodes: Vec<_> = names.iter().zip(&wakes).map(|(name, wakes)| Candidate { wakes: *wakes, ..node(name) }).collect();
+        let mut nodes: Vec<_> = names.iter().zip(&wakes).map(|(name, wakes)| NodeCandidate { wakes: *wakes, ..node(name) }).collect();
         let one = choose(&need(&site), &nodes).unwrap().best().to_owned();
         nodes.reverse();
         let choice = choose(&need(&site), &nodes).unwrap();

@@ -11,21 +11,22 @@ fn at(ms: u64) -> Moment {
 /// For so long others may serve what was committed.
 const WAIT: Duration = Duration::from_millis(303);
 
-type Sites = Relocations<u32, u8>;
-type Effects = Vec<Effect<u32, u8>>;
+type Sites = RelocationMachine<u32, u8>;
+type Effects = Vec<RelocationEffect<u32, u8>>;
 
 fn new() -> Sites {
-    Relocations::new()
+    RelocationMachine::new()
 }
 
 /// A site that waiter 1 has found silent on node 1 under epoch 4, planned for node 2: the question to the store.
 fn asked(sites: &mut Sites, site: u32) -> AskId {
     let mut effects = Vec::new();
-    sites.need(at(0), site, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
-    assert_eq!(effects, [Effect::Plan { site, from: Some(1) }]);
+    sites.add_waiter(at(0), site, WaiterId(1), Some(4), Some(PlacedAt { node: 1, epoch: 4 }), &mut effects);
+    assert_eq!(effects, [RelocationEffect::Plan { site, from: Some(1) }]);
     effects.clear();
-    sites.planned(at(0), &site, Plan::Node(2), &mut effects);
-    let [Effect::AskStore { ask, node: 2, from: Some(1), expect: Some(4), .. }] = effects[..] else {
+    sites.note_plan(at(0), &site, PlanResult::Node(2), &mut effects);
+    let [RelocationEffect::AskStore { ask, node: 2, from: Some(1), expect: Some(4), .. }] = effects[..]
+    else {
         panic!("{effects:?}");
     };
     ask
@@ -33,15 +34,15 @@ fn asked(sites: &mut Sites, site: u32) -> AskId {
 
 fn served(effects: &Effects) -> Vec<(u64, u8, u64)> {
     let served = effects.iter().filter_map(|effect| match effect {
-        Effect::Serve { waiter, node, epoch, .. } => Some((waiter.0, *node, *epoch)),
+        RelocationEffect::Serve { waiter, node, epoch, .. } => Some((waiter.0, *node, *epoch)),
         _ => None,
     });
     served.collect()
 }
 
-fn refused(effects: &Effects) -> Vec<(u64, Refused)> {
+fn refused(effects: &Effects) -> Vec<(u64, PlacementRefusal)> {
     let refused = effects.iter().filter_map(|effect| match effect {
-        Effect::Refuse { waiter, why, .. } => Some((waiter.0, *why)),
+        RelocationEffect::Refuse { waiter, why, .. } => Some((waiter.0, *why)),
         _ => None,
     });
     refused.collect()
@@ -51,8 +52,8 @@ fn refused(effects: &Effects) -> Vec<(u64, Refused)> {
 fn a_placement_that_is_newer_than_what_was_seen_is_the_answer() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 3, epoch: 5 }), &mut effects);
-    sites.need(at(0), 7, Waiter(2), None, Some(At { node: 3, epoch: 5 }), &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(1), Some(4), Some(PlacedAt { node: 3, epoch: 5 }), &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(2), None, Some(PlacedAt { node: 3, epoch: 5 }), &mut effects);
     assert_eq!(served(&effects), [(1, 3, 5), (2, 3, 5)]);
     assert!(sites.is_empty());
 }
@@ -63,47 +64,68 @@ fn all_requests_for_a_site_join_one_relocation() {
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
     for waiter in 2..100 {
-        sites.need(at(1), 7, Waiter(waiter), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+        sites.add_waiter(
+            at(1),
+            7,
+            WaiterId(waiter),
+            Some(4),
+            Some(PlacedAt { node: 1, epoch: 4 }),
+            &mut effects,
+        );
     }
     assert_eq!(effects, []);
-    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(8), wait: WAIT }, &mut effects);
+    sites.note_outcome(at(9), &7, ask, CommitOutcome::Committed { at: at(8), wait: WAIT }, &mut effects);
     assert_eq!(served(&effects).len(), 99);
     let committed = Some((at(8), WAIT));
-    let is_told = |effect: &Effect<u32, u8>| matches!(effect, Effect::Serve { committed: told, .. } if *told == committed);
+    let is_told = |effect: &RelocationEffect<u32, u8>| matches!(effect, RelocationEffect::Serve { committed: told, .. } if *told == committed);
     assert!(effects.iter().all(is_told));
     assert!(sites.is_empty() && sites.next_at().is_none());
 }
 
 #[test]
-fn who_loses_the_race_goes_where_the_winner_placed_it() {
+fn loser_of_a_placement_race_follows_the_winner() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 5 })), &mut effects);
+    sites.note_outcome(
+        at(9),
+        &7,
+        ask,
+        CommitOutcome::Conflict(Some(PlacedAt { node: 3, epoch: 5 })),
+        &mut effects,
+    );
     assert_eq!(served(&effects), [(1, 3, 5)]);
     assert!(sites.is_empty());
 }
 
 #[test]
-fn what_nobody_answered_is_looked_at_before_it_is_tried_again() {
+fn unanswered_placement_is_looked_up_before_a_retry() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
+    sites.note_outcome(at(9), &7, ask, CommitOutcome::Unknown, &mut effects);
     assert_eq!(effects, []);
     let next = sites.next_at().unwrap();
     sites.tick(next, &mut effects);
-    let [Effect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
+    let [RelocationEffect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
     effects.clear();
     // It has not happened yet: the same epoch again, so that only one of both can succeed.
-    sites.looked(next, &7, ask, Ok(Some(At { node: 1, epoch: 4 })), &mut effects);
-    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    sites.note_found(next, &7, ask, Ok(Some(PlacedAt { node: 1, epoch: 4 })), &mut effects);
+    assert_eq!(effects, [RelocationEffect::Plan { site: 7, from: Some(1) }]);
     effects.clear();
-    sites.planned(next, &7, Plan::Node(5), &mut effects);
-    let [Effect::AskStore { ask, expect: Some(4), .. }] = effects[..] else { panic!("{effects:?}") };
+    sites.note_plan(next, &7, PlanResult::Node(5), &mut effects);
+    let [RelocationEffect::AskStore { ask, expect: Some(4), .. }] = effects[..] else {
+        panic!("{effects:?}")
+    };
     effects.clear();
     // The first one arrived after all.
-    sites.stored(next, &7, ask, Outcome::Conflict(Some(At { node: 2, epoch: 5 })), &mut effects);
+    sites.note_outcome(
+        next,
+        &7,
+        ask,
+        CommitOutcome::Conflict(Some(PlacedAt { node: 2, epoch: 5 })),
+        &mut effects,
+    );
     assert_eq!(served(&effects), [(1, 2, 5)]);
 }
 
@@ -112,8 +134,8 @@ fn an_answer_that_comes_too_late_changes_nothing() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
-    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(9), wait: WAIT }, &mut effects);
+    sites.note_outcome(at(9), &7, ask, CommitOutcome::Unknown, &mut effects);
+    sites.note_outcome(at(9), &7, ask, CommitOutcome::Committed { at: at(9), wait: WAIT }, &mut effects);
     assert_eq!(effects, []);
     assert_eq!(sites.len(), 1);
 }
@@ -124,34 +146,46 @@ fn a_request_with_newer_knowledge_is_not_sent_back() {
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
     // This one has already failed at epoch 5, which another node committed.
-    sites.need(at(1), 7, Waiter(2), Some(5), Some(At { node: 1, epoch: 4 }), &mut effects);
-    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 5 })), &mut effects);
+    sites.add_waiter(at(1), 7, WaiterId(2), Some(5), Some(PlacedAt { node: 1, epoch: 4 }), &mut effects);
+    sites.note_outcome(
+        at(9),
+        &7,
+        ask,
+        CommitOutcome::Conflict(Some(PlacedAt { node: 3, epoch: 5 })),
+        &mut effects,
+    );
     assert_eq!(served(&effects), [(1, 3, 5)]);
-    assert!(effects.contains(&Effect::Plan { site: 7, from: Some(3) }));
+    assert!(effects.contains(&RelocationEffect::Plan { site: 7, from: Some(3) }));
 }
 
 #[test]
-fn who_knows_more_than_the_copy_has_it_looked_up() {
+fn request_with_a_newer_epoch_than_the_copy_forces_a_lookup() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), Some(6), Some(At { node: 1, epoch: 4 }), &mut effects);
-    let [Effect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
+    sites.add_waiter(at(0), 7, WaiterId(1), Some(6), Some(PlacedAt { node: 1, epoch: 4 }), &mut effects);
+    let [RelocationEffect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
     effects.clear();
-    sites.looked(at(1), &7, ask, Ok(Some(At { node: 3, epoch: 6 })), &mut effects);
-    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(3) }]);
+    sites.note_found(at(1), &7, ask, Ok(Some(PlacedAt { node: 3, epoch: 6 })), &mut effects);
+    assert_eq!(effects, [RelocationEffect::Plan { site: 7, from: Some(3) }]);
 }
 
 #[test]
-fn a_site_that_was_dropped_and_made_anew_begins_at_its_new_epoch() {
+fn a_site_dropped_and_made_anew_begins_at_its_new_epoch() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 1 })), &mut effects);
+    sites.note_outcome(
+        at(9),
+        &7,
+        ask,
+        CommitOutcome::Conflict(Some(PlacedAt { node: 3, epoch: 1 })),
+        &mut effects,
+    );
     assert_eq!(served(&effects), [(1, 3, 1)]);
     let ask = asked(&mut sites, 8);
     effects.clear();
-    sites.stored(at(9), &8, ask, Outcome::Conflict(None), &mut effects);
-    assert_eq!(effects, [Effect::Plan { site: 8, from: None }]);
+    sites.note_outcome(at(9), &8, ask, CommitOutcome::Conflict(None), &mut effects);
+    assert_eq!(effects, [RelocationEffect::Plan { site: 8, from: None }]);
 }
 
 #[test]
@@ -163,10 +197,10 @@ fn every_request_ends_though_the_store_never_answers() {
     while let Some(next) = sites.next_at() {
         assert!(next <= at(0) + WAIT_LONGEST);
         sites.tick(next, &mut effects);
-        looks += effects.iter().filter(|effect| matches!(effect, Effect::Look { .. })).count();
-        effects.retain(|effect| matches!(effect, Effect::Refuse { .. }));
+        looks += effects.iter().filter(|effect| matches!(effect, RelocationEffect::Look { .. })).count();
+        effects.retain(|effect| matches!(effect, RelocationEffect::Refuse { .. }));
     }
-    assert_eq!(refused(&effects), [(1, Refused::StoreSilent)]);
+    assert_eq!(refused(&effects), [(1, PlacementRefusal::StoreSilent)]);
     assert!((2..20).contains(&looks), "{looks}");
 }
 
@@ -175,48 +209,51 @@ fn a_promise_holds_the_commit_until_it_is_over() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.held(at(1), &7, ask, Held::Promised(at(1500)));
+    sites.note_blocked(at(1), &7, ask, MoveBlocked::Promised(at(1500)));
     assert_eq!((effects.len(), sites.next_at()), (0, Some(at(1500))));
     sites.tick(at(1500), &mut effects);
-    assert!(matches!(effects[..], [Effect::AskStore { node: 2, expect: Some(4), .. }]));
+    assert!(matches!(effects[..], [RelocationEffect::AskStore { node: 2, expect: Some(4), .. }]));
 
     let ask = asked(&mut sites, 8);
     effects.clear();
-    sites.held(at(1), &8, ask, Held::NotIntroduced);
+    sites.note_blocked(at(1), &8, ask, MoveBlocked::NotIntroduced);
     sites.tick(at(100), &mut effects);
-    assert!(matches!(effects[..], [Effect::Look { site: 8, .. }]), "it may have said so by now");
+    assert!(matches!(effects[..], [RelocationEffect::Look { site: 8, .. }]), "it may have said so by now");
 }
 
 #[test]
 fn no_node_is_a_refusal() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), None, None, &mut effects);
-    sites.planned(at(0), &7, Plan::Nowhere, &mut effects);
-    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
+    sites.add_waiter(at(0), 7, WaiterId(1), None, None, &mut effects);
+    sites.note_plan(at(0), &7, PlanResult::Nowhere, &mut effects);
+    assert_eq!(refused(&effects), [(1, PlacementRefusal::Nowhere)]);
     assert!(sites.is_empty());
 }
 
 #[test]
-fn where_nobody_can_take_it_now_requests_wait_until_somebody_can() {
+fn requests_wait_until_a_node_can_take_the_site() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(1), Some(4), Some(PlacedAt { node: 1, epoch: 4 }), &mut effects);
     effects.clear();
-    sites.planned(at(0), &7, Plan::NotNow, &mut effects);
+    sites.note_plan(at(0), &7, PlanResult::NotNow, &mut effects);
     assert_eq!(effects, []);
     // By and by it is looked at again, and at once where there is a reason to.
     let next = sites.next_at().expect("it goes on by itself");
     assert!(next.since(at(0)) <= Duration::from_millis(500), "{next:?}");
     sites.tick(next, &mut effects);
-    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    assert_eq!(effects, [RelocationEffect::Plan { site: 7, from: Some(1) }]);
     effects.clear();
-    sites.planned(next, &7, Plan::NotNow, &mut effects);
+    sites.note_plan(next, &7, PlanResult::NotNow, &mut effects);
     sites.reconsider(&mut effects);
-    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    assert_eq!(effects, [RelocationEffect::Plan { site: 7, from: Some(1) }]);
     effects.clear();
-    sites.planned(next, &7, Plan::Node(2), &mut effects);
-    assert!(matches!(effects[..], [Effect::AskStore { node: 2, from: Some(1), expect: Some(4), .. }]));
+    sites.note_plan(next, &7, PlanResult::Node(2), &mut effects);
+    assert!(matches!(
+        effects[..],
+        [RelocationEffect::AskStore { node: 2, from: Some(1), expect: Some(4), .. }]
+    ));
     // One that asks the store needs no other plan.
     effects.clear();
     sites.reconsider(&mut effects);
@@ -224,20 +261,20 @@ fn where_nobody_can_take_it_now_requests_wait_until_somebody_can() {
 }
 
 #[test]
-fn nobody_waits_longer_for_somebody_to_come_back_than_for_anything_else() {
+fn nobody_waits_longer_for_a_node_to_come_back() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(1), Some(4), Some(PlacedAt { node: 1, epoch: 4 }), &mut effects);
     let mut last = at(0);
     while refused(&effects).is_empty() {
-        if effects.iter().any(|effect| matches!(effect, Effect::Plan { .. })) {
+        if effects.iter().any(|effect| matches!(effect, RelocationEffect::Plan { .. })) {
             effects.clear();
-            sites.planned(last, &7, Plan::NotNow, &mut effects);
+            sites.note_plan(last, &7, PlanResult::NotNow, &mut effects);
         }
         last = sites.next_at().expect("it has an end");
         sites.tick(last, &mut effects);
     }
-    assert_eq!((last.since(at(0)), refused(&effects)), (WAIT_LONGEST, vec![(1, Refused::Nowhere)]));
+    assert_eq!((last.since(at(0)), refused(&effects)), (WAIT_LONGEST, vec![(1, PlacementRefusal::Nowhere)]));
     assert!(sites.is_empty());
 }
 
@@ -245,26 +282,29 @@ fn nobody_waits_longer_for_somebody_to_come_back_than_for_anything_else() {
 fn a_site_whose_node_is_there_after_all_stays_under_its_epoch() {
     let mut sites = new();
     let mut effects = Vec::new();
-    let known = Some(At { node: 1, epoch: 4 });
-    sites.need(at(0), 7, Waiter(1), Some(4), known, &mut effects);
+    let known = Some(PlacedAt { node: 1, epoch: 4 });
+    sites.add_waiter(at(0), 7, WaiterId(1), Some(4), known, &mut effects);
     // This one has seen a newer placement, so it is looked up.
-    sites.need(at(0), 7, Waiter(2), Some(5), known, &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(2), Some(5), known, &mut effects);
     effects.clear();
-    sites.planned(at(0), &7, Plan::Stay, &mut effects);
-    assert_eq!(effects, [Effect::Serve { waiter: Waiter(1), site: 7, node: 1, epoch: 4, committed: None }]);
+    sites.note_plan(at(0), &7, PlanResult::Stay, &mut effects);
+    assert_eq!(
+        effects,
+        [RelocationEffect::Serve { waiter: WaiterId(1), site: 7, node: 1, epoch: 4, committed: None }]
+    );
     effects.clear();
     sites.tick(sites.next_at().expect("the other one waits"), &mut effects);
-    assert!(matches!(effects[..], [Effect::Look { site: 7, .. }]), "{effects:?}");
+    assert!(matches!(effects[..], [RelocationEffect::Look { site: 7, .. }]), "{effects:?}");
 }
 
 #[test]
 fn a_site_that_never_had_a_node_cannot_stay() {
     let mut sites = new();
     let mut effects = Vec::new();
-    sites.need(at(0), 7, Waiter(1), None, None, &mut effects);
+    sites.add_waiter(at(0), 7, WaiterId(1), None, None, &mut effects);
     effects.clear();
-    sites.planned(at(0), &7, Plan::Stay, &mut effects);
-    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
+    sites.note_plan(at(0), &7, PlanResult::Stay, &mut effects);
+    assert_eq!(refused(&effects), [(1, PlacementRefusal::Nowhere)]);
 }
 
 #[test]
@@ -272,49 +312,49 @@ fn a_site_that_is_gone_is_not_tried_again() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Void, &mut effects);
-    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
+    sites.note_outcome(at(9), &7, ask, CommitOutcome::Void, &mut effects);
+    assert_eq!(refused(&effects), [(1, PlacementRefusal::Nowhere)]);
     assert!(sites.is_empty());
 }
 
 /// A store that does some commits later, or without saying so.
 #[derive(Default)]
 struct LossyStore {
-    sites: BTreeMap<u32, At<u8>>,
+    sites: BTreeMap<u32, PlacedAt<u8>>,
     delayed: Vec<(u32, u8, Option<u64>)>,
 }
 
 impl LossyStore {
-    fn at(&self, site: u32) -> Option<At<u8>> {
+    fn at(&self, site: u32) -> Option<PlacedAt<u8>> {
         self.sites.get(&site).copied()
     }
 
     fn put(&mut self, site: u32, node: u8, expect: Option<u64>) -> bool {
         let is_current = self.at(site).map(|at| at.epoch) == expect;
         if is_current {
-            self.sites.insert(site, At { node, epoch: expect.map_or(1, |epoch| epoch + 1) });
+            self.sites.insert(site, PlacedAt { node, epoch: expect.map_or(1, |epoch| epoch + 1) });
         }
         is_current
     }
 
-    fn commit(&mut self, roll: u8, now: u64, site: u32, node: u8, expect: Option<u64>) -> Outcome<u8> {
+    fn commit(&mut self, roll: u8, now: u64, site: u32, node: u8, expect: Option<u64>) -> CommitOutcome<u8> {
         match roll % 4 {
             3 => {
                 self.delayed.push((site, node, expect));
-                Outcome::Unknown
+                CommitOutcome::Unknown
             }
             2 => {
                 self.put(site, node, expect);
-                Outcome::Unknown
+                CommitOutcome::Unknown
             }
-            1 => Outcome::NotDone,
-            _ if self.put(site, node, expect) => Outcome::Committed { at: at(now), wait: WAIT },
-            _ => Outcome::Conflict(self.at(site)),
+            1 => CommitOutcome::NotDone,
+            _ if self.put(site, node, expect) => CommitOutcome::Committed { at: at(now), wait: WAIT },
+            _ => CommitOutcome::Conflict(self.at(site)),
         }
     }
 
     /// What was delayed arrives just before or after somebody looks.
-    fn look(&mut self, roll: u8, site: u32) -> Option<At<u8>> {
+    fn look(&mut self, roll: u8, site: u32) -> Option<PlacedAt<u8>> {
         let before = self.at(site);
         if roll.is_multiple_of(2) {
             for (site, node, expect) in std::mem::take(&mut self.delayed) {
@@ -358,36 +398,36 @@ proptest! {
                 let known = store.at(site);
                 waiter += 1;
                 open.insert(waiter);
-                nodes[index].need(at(now), site, Waiter(waiter), known.map(|at| at.epoch), known, &mut effects);
+                nodes[index].add_waiter(at(now), site, WaiterId(waiter), known.map(|at| at.epoch), known, &mut effects);
             }
             nodes[index].tick(at(now), &mut effects);
             while let Some(effect) = effects.pop() {
                 match effect {
-                    Effect::Plan { site, from } => {
+                    RelocationEffect::Plan { site, from } => {
                         let node = (0..3).find(|node| Some(*node) != from).expect("there are two others");
                         let plan = match dice.next().unwrap_or(2) % 16 {
-                            0 => Plan::NotNow,
-                            1 => Plan::Stay,
-                            _ => Plan::Node(node),
+                            0 => PlanResult::NotNow,
+                            1 => PlanResult::Stay,
+                            _ => PlanResult::Node(node),
                         };
-                        nodes[index].planned(at(now), &site, plan, &mut effects);
+                        nodes[index].note_plan(at(now), &site, plan, &mut effects);
                     }
-                    Effect::AskStore { site, ask, node, expect, .. } => {
+                    RelocationEffect::AskStore { site, ask, node, expect, .. } => {
                         let roll = dice.next().unwrap_or(0);
                         let outcome = store.commit(roll, now, site, node, expect);
-                        nodes[index].stored(at(now), &site, ask, outcome, &mut effects);
+                        nodes[index].note_outcome(at(now), &site, ask, outcome, &mut effects);
                     }
-                    Effect::Look { site, ask } => {
+                    RelocationEffect::Look { site, ask } => {
                         let found = store.look(dice.next().unwrap_or(0), site);
-                        nodes[index].looked(at(now), &site, ask, Ok(found), &mut effects);
+                        nodes[index].note_found(at(now), &site, ask, Ok(found), &mut effects);
                     }
-                    Effect::Serve { waiter, site, node, epoch, .. } => {
+                    RelocationEffect::Serve { waiter, site, node, epoch, .. } => {
                         prop_assert!(open.remove(&waiter.0), "answered twice");
                         let stored = store.at(site).expect("it was committed");
-                        let is_stored = stored.epoch > epoch || stored == At { node, epoch };
+                        let is_stored = stored.epoch > epoch || stored == PlacedAt { node, epoch };
                         prop_assert!(is_stored);
                     }
-                    Effect::Refuse { waiter, .. } => prop_assert!(open.remove(&waiter.0)),
+                    RelocationEffect::Refuse { waiter, .. } => prop_assert!(open.remove(&waiter.0)),
                 }
             }
         }

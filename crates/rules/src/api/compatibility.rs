@@ -1,73 +1,62 @@
-//! What mod_mruby, ngx_mruby and mruby-cgroup offer, method by method: supported here, or why not.
+//! The methods of mod_mruby, ngx_mruby, mruby-cgroup and the stores between requests. Each is
+//! supported here, or has the reason why not.
 //!
-//! One table with two uses: a rule that calls what is missing is told why (`reason`), and the documentation shows all
-//! of it (`page`). Not here: the methods themselves (`apache`, `cgroup`, `nginx`); a test calls each that the table
-//! promises.
+//! One table serves two uses. A rule that calls a missing method gets the reason (`reason`), and
+//! the documentation shows the whole table (`page`). Not here: the methods themselves (`apache`,
+//! `cgroup`, `nginx`). A test calls each method that the table promises.
 
 mod apache;
 mod cgroup;
+mod class;
 mod nginx;
+mod state;
 
-/// A class or module as upstream names it.
-pub struct Class {
-    pub name: &'static str,
-    pub rows: &'static [Row],
-}
+pub use class::{MethodRow, MethodSupport, UpstreamClass};
 
-/// Methods that are alike, separated by spaces; those of the class itself begin with a dot.
-pub struct Row(pub &'static str, pub Support);
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Support {
-    Same,
-    /// How it differs from upstream.
-    Differs(&'static str),
-    /// Why it is not there, and what to do instead where there is something.
-    Missing(&'static str),
-}
-
-/// Where the methods come from, in the order of the documentation.
-pub const SOURCES: [(&str, &[Class]); 3] = [
+/// The sources of the methods, in the order of the documentation.
+pub const SOURCES: [(&str, &[UpstreamClass]); 6] = [
     ("mruby-cgroup", cgroup::CLASSES),
     ("mod_mruby 1.16", apache::CLASSES),
     ("ngx_mruby 2.7", nginx::CLASSES),
+    ("mruby-userdata", state::USERDATA),
+    ("mruby-localmemcache", state::CACHE),
+    ("mruby-mutex", state::MUTEX),
 ];
 
-/// Every method of the table: class, name, support.
-pub fn methods() -> impl Iterator<Item = (&'static str, &'static str, Support)> {
+/// Returns every method of the table: class, name, support.
+pub fn methods() -> impl Iterator<Item = (&'static str, &'static str, MethodSupport)> {
     let classes = SOURCES.iter().flat_map(|(_, classes)| classes.iter());
     classes.flat_map(|class| {
-        class
-            .rows
-            .iter()
-            .flat_map(|Row(names, support)| names.split_whitespace().map(|name| (class.name, name, *support)))
+        class.rows.iter().flat_map(|MethodRow(names, support)| {
+            names.split_whitespace().map(|name| (class.name, name, *support))
+        })
     })
 }
 
-/// Why a method or class of upstream is missing, if it is one. Names of class methods begin with a dot; a class as a
-/// whole is asked for with an empty name.
+/// Returns why a method or class of upstream is missing, if it is one. Names of class methods begin
+/// with a dot. An empty name queries the class as a whole.
 pub fn reason(class: &str, name: &str) -> Option<&'static str> {
     let missing = |support| match support {
-        Support::Missing(why) => Some(why),
-        Support::Same | Support::Differs(_) => None,
+        MethodSupport::Missing(why) => Some(why),
+        MethodSupport::Same | MethodSupport::Differs(_) => None,
     };
     methods()
         .filter(|(of, method, _)| *of == class && (name.is_empty() || *method == name))
         .find_map(|(_, _, support)| missing(support))
 }
 
-/// `docs/rules-compatibility.md`.
+/// Returns `docs/rules-compatibility.md`.
 pub fn page() -> String {
     let mut page = String::from(INTRODUCTION);
     for (source, classes) in SOURCES {
         page.push_str(&format!("\n## {source}\n"));
         for class in classes {
             page.push_str(&format!("\n### {}\n\n| method | here |\n|---|---|\n", class.name));
-            for Row(names, support) in class.rows {
+            for MethodRow(names, support) in class.rows {
                 let here = match support {
-                    Support::Same => "yes".to_owned(),
-                    Support::Differs(how) => format!("yes: {how}"),
-                    Support::Missing(why) => format!("no: {why}"),
+                    MethodSupport::Same => "yes".to_owned(),
+                    MethodSupport::Differs(how) => format!("yes: {how}"),
+                    MethodSupport::Missing(why) => format!("no: {why}"),
                 };
                 let lines = names.split_whitespace();
                 page.extend(lines.map(|name| format!("| `{}` | {here} |\n", name)));
@@ -108,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_has_its_reason() {
+    fn missing_method_has_its_reason() {
         assert_eq!(reason("Apache::Request", "hostname"), None);
         assert!(reason("Apache::Request", "run_handler").is_some());
         assert!(reason("Apache", ".sleep").is_some());

@@ -1,17 +1,18 @@
-//! What a rule asks for and cannot have, where upstream swallows the error: it is logged, but not with every request.
+//! Logs a rule's impossible requests where upstream swallows the error, but not with every request.
 //!
 //! Not here: errors that end an evaluation (`fault`), lines that rules log themselves.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use crate::facts::{Facts, Number};
-use crate::verdict::{Level, Verdict};
+use crate::facts::{FactSource, NumberFact};
+use crate::verdict::{LogLevel, Verdict};
 
-/// After this time the same complaint is logged again, microseconds.
+/// Time after which the same complaint is logged again, microseconds.
 const AGAIN_AFTER_US: i64 = 60_000_000;
 
-/// Most complaints remembered by a thread. Names made of what clients send can make any number of them.
+/// Most complaints that a thread remembers. Names that contain client input can make any number of
+/// them.
 const REMEMBERED_MAX: usize = 256;
 
 const TOO_MANY: &str = "more than 256 different complaints about rules in a minute: the rest is left out";
@@ -22,13 +23,13 @@ thread_local! {
 }
 
 /// Logs a warning, unless this thread has done so within a minute.
-pub fn complain(facts: &dyn Facts, verdict: &mut Verdict, text: &str) {
-    if let Some(due) = due(text, facts.number(Number::ArrivedUs).unwrap_or(0)) {
-        verdict.say(Level::Warning, due);
+pub fn complain(facts: &dyn FactSource, verdict: &mut Verdict, text: &str) {
+    if let Some(due) = due(text, facts.number(NumberFact::ArrivedUs).unwrap_or(0)) {
+        verdict.say(LogLevel::Warning, due);
     }
 }
 
-/// What is to be logged of this complaint at this time, if anything.
+/// Returns the text to log for this complaint at this time, if any.
 fn due(text: &str, now: i64) -> Option<&str> {
     let is_recent = |at: i64| (0..AGAIN_AFTER_US).contains(&now.saturating_sub(at));
     LOGGED.with_borrow_mut(|logged| {
@@ -38,7 +39,7 @@ fn due(text: &str, now: i64) -> Option<&str> {
         if logged.len() >= REMEMBERED_MAX {
             logged.retain(|_, at| is_recent(*at));
         }
-        // `TOO_MANY` itself takes one place more.
+        // `TOO_MANY` itself takes one more place.
         let text = if logged.len() >= REMEMBERED_MAX { TOO_MANY } else { text };
         if logged.get(text).is_some_and(|at| is_recent(*at)) {
             return None;

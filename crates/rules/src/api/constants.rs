@@ -1,8 +1,8 @@
 //! The numbers of `Apache` and `Nginx`: statuses, methods, levels of the log.
 //!
-//! Not here: what rules do with them (`apache`, `nginx`).
+//! Not here: their use by rules (`apache`, `nginx`).
 
-/// Methods in the order of their numbers (`M_GET` and so on, `httpd.h`); what is none of them is `M_INVALID`.
+/// Methods in the order of their numbers (`M_GET` and so on, `httpd.h`); any other is `M_INVALID`.
 pub const METHODS: [&str; 26] = [
     "GET",
     "PUT",

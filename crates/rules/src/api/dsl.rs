@@ -1,25 +1,26 @@
-//! nagaya's own words for rules: `limit`, `boost`, `cell`, `lane`, `demote`, `answer`, and what they ask of the request, the node
-//! and the time.
+//! nagaya's own words for rules: `limit`, `boost`, `cell`, `lane`, `demote`, `answer`, and their
+//! queries of the request, the node and the time.
 //!
-//! With a word that is not known, or an amount that cannot be read, one decision is refused and said, and the others of its
-//! file stay: settings are data, and one host's slip must not take rules from all. Where a limit must not be missing, the file
-//! has `on_error = "refuse"`. Not here: `request`, `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
+//! An unknown word or an unreadable amount refuses one decision and reports it; the other decisions
+//! of the file stay. Settings are data, and a mistake for one host must not disable the rules of
+//! all. A file whose limits must not be missing has `on_error = "refuse"`. Not here: `request`,
+//! `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
 
 use std::ops::RangeInclusive;
 use std::thread;
 use std::time::Duration;
 
-use nagaya_cmdb::cell::{
-    Boost, CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope,
+use nagaya_records::cell::{
+    Boost, CellName, CellScope, CgroupController, CpuQuota, Demotion, Device, IoLimit, LimitSet, NamedCell,
 };
-use nagaya_cmdb::record::Amount;
+use nagaya_records::record::WrittenAmount;
 
-use crate::Phase;
-use crate::facts::{Number, Text};
-use crate::native::{Arg, Call, Native, NativeError, Value};
-use crate::verdict::{LaneRun, Level};
+use crate::facts::{NumberFact, TextFact};
+use crate::native::{NativeArg, NativeCall, NativeError, NativeMethod, NativeValue};
+use crate::phase::RulePhase;
+use crate::verdict::{LaneRun, LogLevel};
 
-use super::request::{self, Direction, Given};
+use super::request::{self, Given, HeaderDirection};
 use super::{compatibility, nginx, units};
 
 const WORDS: &str = "Kernel";
@@ -29,79 +30,79 @@ const NODE: &str = "Nagaya::Node";
 const SITE: &str = "Nagaya::Site";
 const NAGAYA: &str = "Nagaya";
 
-/// Seconds by which a request may go before its time, or behind it.
+/// Seconds by which a request may go before or behind its time.
 const PRIORITIES: RangeInclusive<i8> = -100..=100;
 
 const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\", run: 5, or \"auto\"";
 
-pub const NATIVES: &[Native] = &[
-    Native::decision(WORDS, "limit", limit),
-    Native::decision(WORDS, "boost", boost),
-    Native::decision(WORDS, "cell", cell),
-    Native::decision(WORDS, "lane", lane),
-    Native::decision(WORDS, "priority", priority),
-    Native::decision(WORDS, "bypass", bypass),
-    Native::decision(WORDS, "demote", demote),
-    Native::decision(WORDS, "answer", answer),
-    Native::decision(WORDS, "redirect", redirect),
-    Native::decision(WORDS, "log", log),
-    Native::method(WORDS, "site_rests?", |call| {
+pub const NATIVES: &[NativeMethod] = &[
+    NativeMethod::decision(WORDS, "limit", limit),
+    NativeMethod::decision(WORDS, "boost", boost),
+    NativeMethod::decision(WORDS, "cell", cell),
+    NativeMethod::decision(WORDS, "lane", lane),
+    NativeMethod::decision(WORDS, "priority", priority),
+    NativeMethod::decision(WORDS, "bypass", bypass),
+    NativeMethod::decision(WORDS, "demote", demote),
+    NativeMethod::decision(WORDS, "answer", answer),
+    NativeMethod::decision(WORDS, "redirect", redirect),
+    NativeMethod::decision(WORDS, "log", log),
+    NativeMethod::method(WORDS, "site_rests?", |call| {
         call.expect(0, 0)?;
-        Ok(Value::Bool(call.facts.site_rests()))
+        Ok(NativeValue::Bool(call.facts.site_rests()))
     }),
-    Native::method(REQUEST, "host", |call| request::text(call, Text::Hostname)),
-    Native::method(REQUEST, "path", |call| request::text(call, Text::Path)),
-    Native::method(REQUEST, "query", |call| request::text(call, Text::Query)),
-    Native::method(REQUEST, "method", |call| request::text(call, Text::Method)),
-    Native::method(REQUEST, "scheme", |call| request::text(call, Text::Scheme)),
-    Native::method(REQUEST, "user", |call| request::text(call, Text::User)),
-    Native::method(REQUEST, "address", |call| request::text(call, Text::ClientIp)),
-    Native::method(REQUEST, "tenant", |call| request::text(call, Text::Tenant)),
-    Native::method(REQUEST, "site", |call| request::text(call, Text::Site)),
-    Native::method(REQUEST, "id", |call| request::text(call, Text::RequestId)),
-    Native::method(REQUEST, "length", |call| Ok(call.facts.number(Number::ContentLength).into())),
-    Native::method(REQUEST, "status", |call| Ok(call.facts.number(Number::Status).into())),
-    Native::method(REQUEST, "cpu_ms", |call| {
+    NativeMethod::method(REQUEST, "host", |call| request::text(call, TextFact::Hostname)),
+    NativeMethod::method(REQUEST, "path", |call| request::text(call, TextFact::Path)),
+    NativeMethod::method(REQUEST, "query", |call| request::text(call, TextFact::Query)),
+    NativeMethod::method(REQUEST, "method", |call| request::text(call, TextFact::Method)),
+    NativeMethod::method(REQUEST, "scheme", |call| request::text(call, TextFact::Scheme)),
+    NativeMethod::method(REQUEST, "user", |call| request::text(call, TextFact::User)),
+    NativeMethod::method(REQUEST, "address", |call| request::text(call, TextFact::ClientIp)),
+    NativeMethod::method(REQUEST, "tenant", |call| request::text(call, TextFact::Tenant)),
+    NativeMethod::method(REQUEST, "site", |call| request::text(call, TextFact::Site)),
+    NativeMethod::method(REQUEST, "id", |call| request::text(call, TextFact::RequestId)),
+    NativeMethod::method(REQUEST, "length", |call| Ok(call.facts.number(NumberFact::ContentLength).into())),
+    NativeMethod::method(REQUEST, "status", |call| Ok(call.facts.number(NumberFact::Status).into())),
+    NativeMethod::method(REQUEST, "cpu_ms", |call| {
         Ok(call.facts.usage().and_then(|usage| i64::try_from(usage.cpu_us / 1000).ok()).into())
     }),
-    Native::method(REQUEST, "elapsed_ms", |call| {
-        Ok(Value::Int(i64::try_from(call.facts.elapsed_us() / 1000).unwrap_or(i64::MAX)))
+    NativeMethod::method(REQUEST, "elapsed_ms", |call| {
+        Ok(NativeValue::Int(i64::try_from(call.facts.elapsed_us() / 1000).unwrap_or(i64::MAX)))
     }),
-    Native::method(HEADER, "[]", |call| request::header(call, Direction::In)),
-    Native::method(NODE, "name", |call| request::text(call, Text::Node)),
-    Native::method(NODE, "load", |call| Ok(call.facts.load()[0].into())),
-    Native::method(NODE, "load5", |call| Ok(call.facts.load()[1].into())),
-    Native::method(NODE, "load15", |call| Ok(call.facts.load()[2].into())),
-    Native::method(NODE, "cores", |_| Ok(Value::Int(cores()))),
-    Native::method(NODE, "running", |call| request::number(call, Number::Running, 0)),
-    Native::method(NODE, "waiting", |call| request::number(call, Number::Waiting, 0)),
-    Native::method(SITE, "running", |call| request::number(call, Number::SiteRunning, 0)),
-    Native::method(SITE, "waiting", |call| request::number(call, Number::SiteWaiting, 0)),
-    Native::method(SITE, "free", |call| request::number(call, Number::SiteFree, 0)),
-    Native::method(SITE, "wait_ms", |call| Ok(call.facts.number(Number::SiteWaitMs).into())),
-    Native::singleton(NAGAYA, "seconds", seconds),
-    Native::singleton(NAGAYA, "in_span?", in_span),
-    Native::singleton(NAGAYA, "gap", gap),
-    Native::singleton(NAGAYA, "write", write),
+    NativeMethod::method(HEADER, "[]", |call| request::header(call, HeaderDirection::In)),
+    NativeMethod::method(NODE, "name", |call| request::text(call, TextFact::Node)),
+    NativeMethod::method(NODE, "load", |call| Ok(call.facts.load()[0].into())),
+    NativeMethod::method(NODE, "load5", |call| Ok(call.facts.load()[1].into())),
+    NativeMethod::method(NODE, "load15", |call| Ok(call.facts.load()[2].into())),
+    NativeMethod::method(NODE, "cores", |_| Ok(NativeValue::Int(cores()))),
+    NativeMethod::method(NODE, "running", |call| request::number(call, NumberFact::Running, 0)),
+    NativeMethod::method(NODE, "waiting", |call| request::number(call, NumberFact::Waiting, 0)),
+    NativeMethod::method(SITE, "running", |call| request::number(call, NumberFact::SiteRunning, 0)),
+    NativeMethod::method(SITE, "waiting", |call| request::number(call, NumberFact::SiteWaiting, 0)),
+    NativeMethod::method(SITE, "free", |call| request::number(call, NumberFact::SiteFree, 0)),
+    NativeMethod::method(SITE, "wait_ms", |call| Ok(call.facts.number(NumberFact::SiteWaitMs).into())),
+    NativeMethod::singleton(NAGAYA, "seconds", seconds),
+    NativeMethod::singleton(NAGAYA, "in_span?", in_span),
+    NativeMethod::singleton(NAGAYA, "gap", gap),
+    NativeMethod::singleton(NAGAYA, "write", write),
 ];
 
 // === Limits ===
 
-/// `limit cpu: "20%", write: "5M"`: of the request's own cell.
-fn limit<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `limit cpu: "20%", write: "5M"`: limits of the request's own cell.
+fn limit<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "limit")?;
     if call.args().is_empty() {
         return Err(NativeError::argument("limit takes words with amounts, such as limit cpu: \"20%\""));
     }
-    let mut limits = Limits::default();
+    let mut limits = LimitSet::default();
     for arg in call.args() {
         let words = match arg {
-            // What a look-up gives for a host without settings.
-            Arg::Nil => continue,
-            Arg::Map(words) => words,
+            // The result of a look-up for a host without settings.
+            NativeArg::Nil => continue,
+            NativeArg::Map(words) => words,
             other => return Err(not_words("limit", other)),
         };
-        let words = Words::read("limit", words, &[])?;
+        let words = AmountWords::read("limit", words, &[])?;
         if words.limits.memory.is_some() {
             return Err(NativeError::argument(
                 "limit: memory is a limit of cells and tenants: write it with cell, or in the tenant's \
@@ -113,69 +114,72 @@ fn limit<'a>(call: &mut Call<'a>) -> Given<'a> {
     if !limits.is_empty() {
         call.verdict.limit(&limits);
     }
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-/// `boost cpu: "200%"`: of the site's application, while the request runs.
-fn boost<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `boost cpu: "200%"`: limits of the site's application while the request runs.
+fn boost<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "boost")?;
     if call.args().is_empty() {
         return Err(NativeError::argument("boost takes words with amounts, such as boost cpu: \"200%\""));
     }
     for arg in call.args() {
         let words = match arg {
-            Arg::Nil => continue,
-            Arg::Map(words) => words,
+            NativeArg::Nil => continue,
+            NativeArg::Map(words) => words,
             other => return Err(not_words("boost", other)),
         };
-        let Limits { cpu, cpu_shares, .. } = boosted(words)?;
+        let LimitSet { cpu, cpu_shares, .. } = boosted(words)?;
         if cpu.is_some() || cpu_shares.is_some() {
             call.verdict.boost(Boost { cpu, cpu_shares });
         }
     }
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-/// Other limits are not raised, and none without end: a slip is not to be taken for a boost.
-fn boosted(words: &[(Arg<'_>, Arg<'_>)]) -> Result<Limits, NativeError> {
-    let Words { limits, .. } = Words::read("boost", words, &[])?;
-    if (Limits { cpu: None, cpu_shares: None, ..limits.clone() }) != Limits::default() {
+/// Checks a boost. Other limits are not raised, and none without end: a mistake must not count as a
+/// boost.
+fn boosted(words: &[(NativeArg<'_>, NativeArg<'_>)]) -> Result<LimitSet, NativeError> {
+    let AmountWords { limits, .. } = AmountWords::read("boost", words, &[])?;
+    if (LimitSet { cpu: None, cpu_shares: None, ..limits.clone() }) != LimitSet::default() {
         return Err(NativeError::argument("boost: there are cpu and cpu_shares, and no others"));
     }
-    let is_cpu = |(key, value): &(Arg<'_>, Arg<'_>)| word(key) == Some("cpu") && *value != Arg::Nil;
+    let is_cpu =
+        |(key, value): &(NativeArg<'_>, NativeArg<'_>)| word(key) == Some("cpu") && *value != NativeArg::Nil;
     if limits.cpu.is_none() && words.iter().any(is_cpu) {
         return Err(NativeError::argument("boost: cpu: say how far, such as \"200%\""));
     }
     Ok(limits)
 }
 
-/// `cell "batch", cpu: "50%"`: shared by the requests of the tenant that say so; `of: :node` by all tenants'.
-fn cell<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `cell "batch", cpu: "50%"`: shared by the tenant's requests that name it; with `of: :node`, by
+/// all tenants'.
+fn cell<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "cell")?;
     let name =
         CellName::parse(call.word(0)?).map_err(|error| NativeError::argument(format!("cell: {error}")))?;
-    let words = Words::after_name(call, "cell", &["of"])?;
+    let words = AmountWords::after_name(call, "cell", &["of"])?;
     let scope = match words.taken("of") {
-        None => Scope::Tenant,
-        Some(Arg::Symbol("tenant") | Arg::Text(b"tenant")) => Scope::Tenant,
-        Some(Arg::Symbol("node") | Arg::Text(b"node")) => Scope::Node,
+        None => CellScope::Tenant,
+        Some(NativeArg::Symbol("tenant") | NativeArg::Text(b"tenant")) => CellScope::Tenant,
+        Some(NativeArg::Symbol("node") | NativeArg::Text(b"node")) => CellScope::Node,
         Some(_) => return Err(NativeError::argument("cell: of: is :tenant or :node")),
     };
     let limits = (!words.limits.is_empty()).then_some(words.limits);
-    call.verdict.attach(NamedCell { name, scope, controllers: Controller::ALL.to_vec(), limits })?;
-    Ok(Value::Nil)
+    call.verdict.attach(NamedCell { name, scope, controllers: CgroupController::ALL.to_vec(), limits })?;
+    Ok(NativeValue::Nil)
 }
 
 /// `demote after: "500ms", cpu: "10%"`.
-fn demote<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn demote<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "demote")?;
     call.expect(1, 1)?;
     let words = match call.any(0) {
-        Arg::Map(words) => Words::read("demote", words, &["after"])?,
+        NativeArg::Map(words) => AmountWords::read("demote", words, &["after"])?,
         other => return Err(not_words("demote", other)),
     };
     let after = match words.taken("after") {
-        Some(Arg::Text(text)) => units::time_us(&String::from_utf8_lossy(text)),
+        Some(NativeArg::Text(text)) => units::time_us(&String::from_utf8_lossy(text)),
         Some(other) => Err(format!("it is {}: write a time such as \"500ms\"", other.kind())),
         None => Err("is missing: write for example demote after: \"500ms\", cpu: \"10%\"".to_owned()),
     };
@@ -184,30 +188,32 @@ fn demote<'a>(call: &mut Call<'a>) -> Given<'a> {
         return Err(NativeError::argument("demote: no limit is named, such as cpu: \"10%\""));
     }
     call.verdict.demote(Demotion { after_cpu_us, limits: words.limits })?;
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
 /// `lane "reports", run: 5, wait: "10s", tickets: false`.
-fn lane<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn lane<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "lane")?;
     let wrong = |why: String| NativeError::argument(format!("lane: {why}"));
     let name = call.word(0)?;
     call.expect(1, 2)?;
-    let (mut run, mut wait, mut tickets) = (None, None, true);
-    let Arg::Map(words) = call.any(1) else {
+    let mut run = None;
+    let mut wait = None;
+    let mut tickets = true;
+    let NativeArg::Map(words) = call.any(1) else {
         return Err(wrong(RUN_MISSING.into()));
     };
     for (key, value) in words {
         match (word(key), value) {
-            (Some("run"), Arg::Int(count)) => {
+            (Some("run"), NativeArg::Int(count)) => {
                 run = u32::try_from(*count).ok().filter(|run| *run > 0).map(LaneRun::Fixed);
             }
             (Some("run"), auto) if word(auto) == Some("auto") => run = Some(LaneRun::Auto),
-            (Some("wait"), Arg::Text(text)) => {
+            (Some("wait"), NativeArg::Text(text)) => {
                 let us = units::time_us(&String::from_utf8_lossy(text));
                 wait = Some(Duration::from_micros(us.map_err(|why| wrong(format!("wait: {why}")))?));
             }
-            (Some("tickets"), Arg::Bool(given)) => tickets = *given,
+            (Some("tickets"), NativeArg::Bool(given)) => tickets = *given,
             (Some("wait"), _) => return Err(wrong("wait: write a time such as \"10s\"".into())),
             (Some("tickets"), _) => return Err(wrong("tickets: is true or false".into())),
             (Some("run"), _) => return Err(wrong(RUN_MISSING.into())),
@@ -219,54 +225,58 @@ fn lane<'a>(call: &mut Call<'a>) -> Given<'a> {
     }
     let run = run.ok_or_else(|| wrong(RUN_MISSING.into()))?;
     call.verdict.set_lane(name, run, wait, tickets)?;
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
 /// `priority 10`.
-fn priority<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn priority<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "priority")?;
     call.expect(1, 1)?;
-    let Arg::Int(seconds) = call.any(0) else {
+    let NativeArg::Int(seconds) = call.any(0) else {
         return Err(NativeError::argument("priority: give a number of seconds from -100 to 100"));
     };
     let seconds = i8::try_from(*seconds).ok().filter(|seconds| PRIORITIES.contains(seconds));
     let seconds =
         seconds.ok_or_else(|| NativeError::argument("priority: is out of range: use -100 to 100"))?;
     call.verdict.set_priority(seconds);
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
 /// `bypass`.
-fn bypass<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn bypass<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "bypass")?;
     call.expect(0, 0)?;
     call.verdict.let_pass();
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-/// Words with amounts, read.
-struct Words<'a> {
-    limits: Limits,
-    /// Those the caller asked for.
-    taken: Vec<(&'static str, &'a Arg<'a>)>,
+/// Parsed words with amounts.
+struct AmountWords<'a> {
+    limits: LimitSet,
+    /// Words that the caller requested.
+    taken: Vec<(&'static str, &'a NativeArg<'a>)>,
 }
 
 /// One word of the four that mean a disk, in the order of `IoLimit`.
 type Rates = [Option<u64>; 4];
 
-impl<'a> Words<'a> {
-    /// What follows a name.
-    fn after_name(call: &Call<'a>, of: &str, take: &[&'static str]) -> Result<Self, NativeError> {
+impl<'a> AmountWords<'a> {
+    /// Reads the words after a name.
+    fn after_name(call: &NativeCall<'a>, of: &str, take: &[&'static str]) -> Result<Self, NativeError> {
         call.expect(1, 2)?;
         match call.any(1) {
-            Arg::Nil => Self::read(of, &[], take),
-            Arg::Map(words) => Self::read(of, words, take),
+            NativeArg::Nil => Self::read(of, &[], take),
+            NativeArg::Map(words) => Self::read(of, words, take),
             other => Err(not_words(of, other)),
         }
     }
 
-    fn read(of: &str, words: &'a [(Arg<'a>, Arg<'a>)], take: &[&'static str]) -> Result<Self, NativeError> {
-        let mut read = Self { limits: Limits::default(), taken: Vec::new() };
+    fn read(
+        of: &str,
+        words: &'a [(NativeArg<'a>, NativeArg<'a>)],
+        take: &[&'static str],
+    ) -> Result<Self, NativeError> {
+        let mut read = Self { limits: LimitSet::default(), taken: Vec::new() };
         let mut rates: Rates = [None; 4];
         let mut device = Device::Root;
         for (key, value) in words {
@@ -274,7 +284,7 @@ impl<'a> Words<'a> {
                 word(key).ok_or_else(|| NativeError::argument(format!("{of}: a word is {}", key.kind())))?;
             if let Some(taken) = take.iter().find(|taken| **taken == key) {
                 read.taken.push((taken, value));
-            } else if *value != Arg::Nil {
+            } else if *value != NativeArg::Nil {
                 let wrong = |why: String| NativeError::argument(format!("{of}: {key}: {why}"));
                 if key == "device" {
                     device = text(value).and_then(|text| text.parse().map_err(show)).map_err(wrong)?;
@@ -290,12 +300,12 @@ impl<'a> Words<'a> {
         Ok(read)
     }
 
-    fn taken(&self, key: &str) -> Option<&'a Arg<'a>> {
+    fn taken(&self, key: &str) -> Option<&'a NativeArg<'a>> {
         self.taken.iter().find(|(taken, _)| *taken == key).map(|(_, value)| *value)
     }
 }
 
-fn rate(rates: &mut Rates, key: &str, value: &Arg<'_>) -> Result<bool, String> {
+fn rate(rates: &mut Rates, key: &str, value: &NativeArg<'_>) -> Result<bool, String> {
     let at = match key {
         "read" => 0,
         "write" => 1,
@@ -303,17 +313,17 @@ fn rate(rates: &mut Rates, key: &str, value: &Arg<'_>) -> Result<bool, String> {
         "write_iops" => 3,
         _ => return Ok(false),
     };
-    let read = if at < 2 { Amount::rate } else { Amount::iops };
+    let read = if at < 2 { WrittenAmount::rate } else { WrittenAmount::iops };
     rates[at] = measure(value, read)?;
     Ok(true)
 }
 
-fn amount(limits: &mut Limits, key: &str, value: &Arg<'_>) -> Result<(), String> {
+fn amount(limits: &mut LimitSet, key: &str, value: &NativeArg<'_>) -> Result<(), String> {
     match key {
-        "cpu" => limits.cpu = measure(value, Amount::cpu)?.map(CpuQuota::of_core),
+        "cpu" => limits.cpu = measure(value, WrittenAmount::cpu)?.map(CpuQuota::of_core),
         "cpu_shares" => limits.cpu_shares = Some(shares(value)?),
-        "processes" => limits.processes = measure(value, Amount::processes)?,
-        "memory" => limits.memory = measure(value, Amount::memory)?,
+        "processes" => limits.processes = measure(value, WrittenAmount::processes)?,
+        "memory" => limits.memory = measure(value, WrittenAmount::memory)?,
         "cpus" => {
             let list = text(value)?;
             if !units::is_cpu_list(list) {
@@ -331,38 +341,43 @@ fn amount(limits: &mut Limits, key: &str, value: &Arg<'_>) -> Result<(), String>
 const LIMITS: &str =
     "cpu, cpu_shares, read, write, read_iops, write_iops, device, processes, memory and cpus";
 
-fn shares(value: &Arg<'_>) -> Result<u32, String> {
-    use nagaya_cmdb::cell::{CPU_SHARES_MAX, CPU_SHARES_MIN};
+fn shares(value: &NativeArg<'_>) -> Result<u32, String> {
+    use nagaya_records::cell::{CPU_SHARES_MAX, CPU_SHARES_MIN};
     let shares = match value {
-        Arg::Int(shares) => u32::try_from(*shares).ok(),
+        NativeArg::Int(shares) => u32::try_from(*shares).ok(),
         other => text(other)?.parse().ok(),
     };
     let shares = shares.filter(|shares| (CPU_SHARES_MIN..=CPU_SHARES_MAX).contains(shares));
     shares.ok_or_else(|| format!("it is a number from {CPU_SHARES_MIN} to {CPU_SHARES_MAX}"))
 }
 
-/// An amount as records have it.
-fn measure<T>(value: &Arg<'_>, read: fn(&Amount) -> Result<Option<T>, String>) -> Result<Option<T>, String> {
+/// Reads an amount as in records.
+fn measure<T>(
+    value: &NativeArg<'_>,
+    read: fn(&WrittenAmount) -> Result<Option<T>, String>,
+) -> Result<Option<T>, String> {
     let amount = match value {
         // A product such as `1.5 * 1024` that is whole.
-        Arg::Float(number) if number.fract() == 0.0 => Amount::new(&number.to_string()),
-        Arg::Int(number) => Amount::from(u64::try_from(*number).map_err(|_| format!("{number} is below 0"))?),
-        other => Amount::new(text(other)?),
+        NativeArg::Float(number) if number.fract() == 0.0 => WrittenAmount::new(&number.to_string()),
+        NativeArg::Int(number) => {
+            WrittenAmount::from(u64::try_from(*number).map_err(|_| format!("{number} is below 0"))?)
+        }
+        other => WrittenAmount::new(text(other)?),
     };
     read(&amount).map_err(|why| format!("'{}' {why}", amount.as_str().escape_debug()))
 }
 
-fn text<'a>(value: &Arg<'a>) -> Result<&'a str, String> {
+fn text<'a>(value: &NativeArg<'a>) -> Result<&'a str, String> {
     match value {
-        Arg::Text(bytes) => std::str::from_utf8(bytes).map_err(|_| "it is not UTF-8".to_owned()),
+        NativeArg::Text(bytes) => std::str::from_utf8(bytes).map_err(|_| "it is not UTF-8".to_owned()),
         other => Err(format!("it is {}, and must be a String", other.kind())),
     }
 }
 
-fn word<'a>(key: &Arg<'a>) -> Option<&'a str> {
+fn word<'a>(key: &NativeArg<'a>) -> Option<&'a str> {
     match key {
-        Arg::Symbol(name) => Some(name),
-        Arg::Text(bytes) => std::str::from_utf8(bytes).ok(),
+        NativeArg::Symbol(name) => Some(name),
+        NativeArg::Text(bytes) => std::str::from_utf8(bytes).ok(),
         _ => None,
     }
 }
@@ -371,16 +386,17 @@ fn show(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-fn not_words(of: &str, given: &Arg<'_>) -> NativeError {
+fn not_words(of: &str, given: &NativeArg<'_>) -> NativeError {
     NativeError::wrong_type(format!(
         "{of} takes words with amounts, such as cpu: \"20%\", and not {}",
         given.kind()
     ))
 }
 
-/// When the body has ended, there is nothing left to limit or to answer.
-fn in_time(call: &Call<'_>, what: &str) -> Result<(), NativeError> {
-    if call.phase == Phase::LogTransaction {
+/// Checks that the decision is in time. When the body has ended, there is nothing left to limit or
+/// to answer.
+fn in_time(call: &NativeCall<'_>, what: &str) -> Result<(), NativeError> {
+    if call.phase == RulePhase::LogTransaction {
         return Err(NativeError::runtime(format!(
             "{what} comes too late: the request has ended; put it into a file of an earlier phase"
         )));
@@ -391,7 +407,7 @@ fn in_time(call: &Call<'_>, what: &str) -> Result<(), NativeError> {
 // === Answers ===
 
 /// `answer 403, "Not here.\n"`.
-fn answer<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn answer<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "answer")?;
     call.expect(1, 2)?;
     let status = call.int(0)?;
@@ -399,11 +415,12 @@ fn answer<'a>(call: &mut Call<'a>) -> Given<'a> {
     request::answer_with(call, status)?;
     call.verdict.answer_mut().body.clear();
     call.verdict.write(body)?;
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-/// `redirect "https://www.example.com/"` or `redirect "/new"`; with 301, 303, 307, 308 behind it.
-fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `redirect "https://www.example.com/"` or `redirect "/new"`; optionally followed by 301, 303, 307
+/// or 308.
+fn redirect<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     in_time(call, "redirect")?;
     call.expect(1, 2)?;
     let status = if call.args().len() == 2 { call.int(1)? } else { 302 };
@@ -414,25 +431,26 @@ fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
         )));
     }
     nginx::redirect_to(call, to, status)?;
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
 /// `Nagaya.write(text)`: for `rputs` and `echo`, which are Ruby because they take any object.
-fn write<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn write<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(1, 1)?;
     call.verdict.write(call.bytes(0)?)?;
-    Ok(Value::Nil)
+    Ok(NativeValue::Nil)
 }
 
-fn log<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn log<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(1, 1)?;
-    call.verdict.say(Level::Notice, call.text(0)?);
-    Ok(Value::Nil)
+    call.verdict.say(LogLevel::Notice, call.text(0)?);
+    Ok(NativeValue::Nil)
 }
 
 // === The node, the time, and what is missing ===
 
-/// CPUs this process may use. They do not change while it runs, and asking costs more than a rule.
+/// Returns the CPUs that this process may use. They do not change while it runs, and a query costs
+/// more than a rule.
 fn cores() -> i64 {
     static CORES: std::sync::OnceLock<i64> = std::sync::OnceLock::new();
     *CORES.get_or_init(|| {
@@ -440,13 +458,13 @@ fn cores() -> i64 {
     })
 }
 
-/// When the request arrived, in whole seconds since 1970.
-fn seconds<'a>(call: &mut Call<'a>) -> Given<'a> {
-    Ok(Value::Int(call.facts.number(Number::ArrivedUs).unwrap_or(0).div_euclid(1_000_000)))
+/// Returns when the request arrived, in whole seconds since 1970.
+fn seconds<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
+    Ok(NativeValue::Int(call.facts.number(NumberFact::ArrivedUs).unwrap_or(0).div_euclid(1_000_000)))
 }
 
 /// `Nagaya.in_span?(minute, "22:00", "06:00")`.
-fn in_span<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn in_span<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(3, 3)?;
     let minute = u16::try_from(call.int(0)?).unwrap_or(0);
     let bound = |at| {
@@ -458,8 +476,9 @@ fn in_span<'a>(call: &mut Call<'a>) -> Given<'a> {
     Ok(units::in_span(minute, bound(1)?, bound(2)?).into())
 }
 
-/// `Nagaya.gap("Apache::Request", "run_handler")`: why upstream's method is not here, or nil if upstream has none.
-fn gap<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `Nagaya.gap("Apache::Request", "run_handler")`: why upstream's method is not here, or nil if
+/// upstream has none.
+fn gap<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(2, 2)?;
     Ok(compatibility::reason(call.text(0)?, call.word(1)?).into())
 }

@@ -1,20 +1,22 @@
-//! `KVS`: settings of nagaya's store, by key. They come from memory; a rule with one look-up stays one line for any
-//! number of hosts.
+//! `KVS`: settings of nagaya's store, by key. They come from memory. A rule with one look-up stays
+//! one line for any number of hosts.
 //!
-//! Not here: where settings are kept (`cmdb`), how they reach an evaluation (`facts`).
+//! Not here: where settings are kept (`store`), how they reach an evaluation (`facts`).
 
 use std::borrow::Cow;
 
-use crate::facts::Scalar;
-use crate::native::{Arg, Call, Native, NativeError, Value};
+use crate::facts::ScalarValue;
+use crate::native::{NativeArg, NativeCall, NativeError, NativeMethod, NativeValue};
 
-pub const NATIVES: &[Native] = &[Native::singleton("KVS", "get", get), Native::singleton("KVS", "[]", get)];
+pub const NATIVES: &[NativeMethod] =
+    &[NativeMethod::singleton("KVS", "get", get), NativeMethod::singleton("KVS", "[]", get)];
 
-/// `KVS.get(key)`, `KVS.get(key, field)`. A key of nil, such as the host of a request without one, has no setting.
-fn get<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+/// `KVS.get(key)`, `KVS.get(key, field)`. A key of nil, such as the host of a request without one,
+/// has no setting.
+fn get<'a>(call: &mut NativeCall<'a>) -> Result<NativeValue<'a>, NativeError> {
     call.expect(1, 2)?;
-    if *call.any(0) == Arg::Nil {
-        return Ok(Value::Nil);
+    if *call.any(0) == NativeArg::Nil {
+        return Ok(NativeValue::Nil);
     }
     let key = call.text(0)?;
     if call.args().len() == 2 {
@@ -29,12 +31,12 @@ fn get<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
     });
     Ok(match plain {
         Some(plain) => plain,
-        None if found => Value::Map(fields),
-        None => Value::Nil,
+        None if found => NativeValue::Map(fields),
+        None => NativeValue::Nil,
     })
 }
 
-fn one<'a>(call: &Call<'a>, key: &str, wanted: Option<&str>) -> Option<Value<'a>> {
+fn one<'a>(call: &NativeCall<'a>, key: &str, wanted: Option<&str>) -> Option<NativeValue<'a>> {
     let mut found = None;
     call.facts.setting(key, &mut |field, scalar| {
         if field == wanted {
@@ -44,11 +46,11 @@ fn one<'a>(call: &Call<'a>, key: &str, wanted: Option<&str>) -> Option<Value<'a>
     found
 }
 
-fn value<'a>(scalar: Scalar<'_>) -> Value<'a> {
+fn value<'a>(scalar: ScalarValue<'_>) -> NativeValue<'a> {
     match scalar {
-        Scalar::Bool(value) => Value::Bool(value),
-        Scalar::Int(value) => Value::Int(value),
-        Scalar::Float(value) => Value::Float(value),
-        Scalar::Text(value) => Value::from(value.to_owned()),
+        ScalarValue::Bool(value) => NativeValue::Bool(value),
+        ScalarValue::Int(value) => NativeValue::Int(value),
+        ScalarValue::Float(value) => NativeValue::Float(value),
+        ScalarValue::Text(value) => NativeValue::from(value.to_owned()),
     }
 }

@@ -1,12 +1,13 @@
-//! `Nginx` as ngx_mruby has it, as far as a request and its headers go.
+//! `Nginx` with the interface of ngx_mruby, for requests and their headers.
 //!
-//! Not here: what is Ruby upstream too (`prelude/nginx.rb`), what is missing and why (`compatibility`).
+//! Not here: parts that are Ruby upstream, too (`prelude/nginx.rb`), missing methods and the
+//! reasons (`compatibility`).
 
-use crate::facts::{Number, Text};
-use crate::native::{Call, Native, NativeError, Value};
-use crate::verdict::Level;
+use crate::facts::{NumberFact, TextFact};
+use crate::native::{NativeCall, NativeError, NativeMethod, NativeValue};
+use crate::verdict::LogLevel;
 
-use super::request::{self, Direction, Given};
+use super::request::{self, Given, HeaderDirection};
 
 const NGINX: &str = "Nginx";
 const REQUEST: &str = "Nginx::Request";
@@ -17,75 +18,75 @@ const SERVER: &str = "Nginx::Server";
 const VAR: &str = "Nginx::Var";
 
 /// nginx's levels 0 to 8.
-const LEVELS: [Level; 9] = [
-    Level::Error,
-    Level::Error,
-    Level::Error,
-    Level::Error,
-    Level::Error,
-    Level::Warning,
-    Level::Notice,
-    Level::Info,
-    Level::Debug,
+const LEVELS: [LogLevel; 9] = [
+    LogLevel::Error,
+    LogLevel::Error,
+    LogLevel::Error,
+    LogLevel::Error,
+    LogLevel::Error,
+    LogLevel::Warning,
+    LogLevel::Notice,
+    LogLevel::Info,
+    LogLevel::Debug,
 ];
 
-pub const NATIVES: &[Native] = &[
-    Native::singleton(NGINX, "return", set_status),
-    Native::singleton(NGINX, "send_header", set_status),
-    Native::singleton(NGINX, "status_code=", set_status),
-    Native::singleton(NGINX, "log", log),
-    Native::singleton(NGINX, "errlogger", log),
-    Native::singleton(NGINX, "module_name", |_| Ok("nagaya".into())),
-    Native::singleton(NGINX, "module_version", |_| Ok(env!("CARGO_PKG_VERSION").into())),
-    Native::singleton(NGINX, "nginx_version", |_| Ok(super::apache::SERVER_VERSION.into())),
-    Native::singleton(NGINX, "server_version", |_| Ok(super::apache::SERVER_VERSION.into())),
-    Native::singleton(NGINX, "redirect", redirect),
-    Native::method(REQUEST, "request_line", |call| request::request_line(call)),
-    Native::method(REQUEST, "uri", |call| request::text(call, Text::Path)),
-    Native::method(REQUEST, "unparsed_uri", |call| request::text(call, Text::RawTarget)),
-    Native::method(REQUEST, "method", |call| request::text(call, Text::Method)),
-    Native::method(REQUEST, "protocol", |call| request::text(call, Text::Protocol)),
-    Native::method(REQUEST, "args", |call| request::text(call, Text::Query)),
-    Native::method(REQUEST, "scheme", |call| request::text(call, Text::Scheme)),
-    Native::method(REQUEST, "hostname", |call| request::text(call, Text::Hostname)),
-    Native::method(REQUEST, "authority", |call| request::text(call, Text::Authority)),
-    Native::method(REQUEST, "filename", |call| request::text(call, Text::Filename)),
-    Native::method(REQUEST, "document_root", |call| request::text(call, Text::DocumentRoot)),
-    Native::method(REQUEST, "user", |call| request::text(call, Text::User)),
-    Native::method(REQUEST, "content_type", |call| request::text(call, Text::ContentType)),
-    Native::method(REQUEST, "content_type=", |call| {
+pub const NATIVES: &[NativeMethod] = &[
+    NativeMethod::singleton(NGINX, "return", set_status),
+    NativeMethod::singleton(NGINX, "send_header", set_status),
+    NativeMethod::singleton(NGINX, "status_code=", set_status),
+    NativeMethod::singleton(NGINX, "log", log),
+    NativeMethod::singleton(NGINX, "errlogger", log),
+    NativeMethod::singleton(NGINX, "module_name", |_| Ok("nagaya".into())),
+    NativeMethod::singleton(NGINX, "module_version", |_| Ok(env!("CARGO_PKG_VERSION").into())),
+    NativeMethod::singleton(NGINX, "nginx_version", |_| Ok(super::apache::SERVER_VERSION.into())),
+    NativeMethod::singleton(NGINX, "server_version", |_| Ok(super::apache::SERVER_VERSION.into())),
+    NativeMethod::singleton(NGINX, "redirect", redirect),
+    NativeMethod::method(REQUEST, "request_line", |call| request::request_line(call)),
+    NativeMethod::method(REQUEST, "uri", |call| request::text(call, TextFact::Path)),
+    NativeMethod::method(REQUEST, "unparsed_uri", |call| request::text(call, TextFact::RawTarget)),
+    NativeMethod::method(REQUEST, "method", |call| request::text(call, TextFact::Method)),
+    NativeMethod::method(REQUEST, "protocol", |call| request::text(call, TextFact::Protocol)),
+    NativeMethod::method(REQUEST, "args", |call| request::text(call, TextFact::Query)),
+    NativeMethod::method(REQUEST, "scheme", |call| request::text(call, TextFact::Scheme)),
+    NativeMethod::method(REQUEST, "hostname", |call| request::text(call, TextFact::Hostname)),
+    NativeMethod::method(REQUEST, "authority", |call| request::text(call, TextFact::Authority)),
+    NativeMethod::method(REQUEST, "filename", |call| request::text(call, TextFact::Filename)),
+    NativeMethod::method(REQUEST, "document_root", |call| request::text(call, TextFact::DocumentRoot)),
+    NativeMethod::method(REQUEST, "user", |call| request::text(call, TextFact::User)),
+    NativeMethod::method(REQUEST, "content_type", |call| request::text(call, TextFact::ContentType)),
+    NativeMethod::method(REQUEST, "content_type=", |call| {
         let content_type = request::given(call, "content_type")?;
         call.verdict.rewrite(|rewrites| rewrites.content_type = content_type);
-        Ok(Value::This)
+        Ok(NativeValue::This)
     }),
-    Native::method(REQUEST, "sub_request?", |_| Ok(Value::Bool(false))),
-    Native::method(HEADERS_IN, "[]", |call| request::header(call, Direction::In)),
-    Native::method(HEADERS_IN, "[]=", |call| request::set_header(call, Direction::In)),
-    Native::method(HEADERS_IN, "delete", |call| request::delete_header(call, Direction::In)),
-    Native::method(HEADERS_IN, "all", |call| request::all_headers(call, Direction::In)),
-    Native::method(HEADERS_OUT, "[]", |call| request::header(call, Direction::Out)),
-    Native::method(HEADERS_OUT, "[]=", |call| request::set_header(call, Direction::Out)),
-    Native::method(HEADERS_OUT, "delete", |call| request::delete_header(call, Direction::Out)),
-    Native::method(HEADERS_OUT, "all", |call| request::all_headers(call, Direction::Out)),
-    Native::method(CONNECTION, "remote_ip", |call| request::text(call, Text::ClientIp)),
-    Native::method(CONNECTION, "remote_port", |call| Ok(port(call, Number::ClientPort).into())),
-    Native::method(CONNECTION, "local_ip", |call| request::text(call, Text::LocalIp)),
-    Native::method(CONNECTION, "local_port", |call| Ok(port(call, Number::LocalPort).into())),
-    Native::method(SERVER, "document_root", |call| request::text(call, Text::DocumentRoot)),
-    Native::method(SERVER, "path", |call| request::text(call, Text::DocumentRoot)),
-    Native::method(SERVER, "realpath_root", |call| request::text(call, Text::DocumentRoot)),
-    Native::method(VAR, "exist?", |call| {
+    NativeMethod::method(REQUEST, "sub_request?", |_| Ok(NativeValue::Bool(false))),
+    NativeMethod::method(HEADERS_IN, "[]", |call| request::header(call, HeaderDirection::In)),
+    NativeMethod::method(HEADERS_IN, "[]=", |call| request::set_header(call, HeaderDirection::In)),
+    NativeMethod::method(HEADERS_IN, "delete", |call| request::delete_header(call, HeaderDirection::In)),
+    NativeMethod::method(HEADERS_IN, "all", |call| request::all_headers(call, HeaderDirection::In)),
+    NativeMethod::method(HEADERS_OUT, "[]", |call| request::header(call, HeaderDirection::Out)),
+    NativeMethod::method(HEADERS_OUT, "[]=", |call| request::set_header(call, HeaderDirection::Out)),
+    NativeMethod::method(HEADERS_OUT, "delete", |call| request::delete_header(call, HeaderDirection::Out)),
+    NativeMethod::method(HEADERS_OUT, "all", |call| request::all_headers(call, HeaderDirection::Out)),
+    NativeMethod::method(CONNECTION, "remote_ip", |call| request::text(call, TextFact::ClientIp)),
+    NativeMethod::method(CONNECTION, "remote_port", |call| Ok(port(call, NumberFact::ClientPort).into())),
+    NativeMethod::method(CONNECTION, "local_ip", |call| request::text(call, TextFact::LocalIp)),
+    NativeMethod::method(CONNECTION, "local_port", |call| Ok(port(call, NumberFact::LocalPort).into())),
+    NativeMethod::method(SERVER, "document_root", |call| request::text(call, TextFact::DocumentRoot)),
+    NativeMethod::method(SERVER, "path", |call| request::text(call, TextFact::DocumentRoot)),
+    NativeMethod::method(SERVER, "realpath_root", |call| request::text(call, TextFact::DocumentRoot)),
+    NativeMethod::method(VAR, "exist?", |call| {
         call.expect(1, 1)?;
         Ok(variable(call, call.word(0)?).is_some().into())
     }),
-    Native::method(VAR, "read", |call| {
+    NativeMethod::method(VAR, "read", |call| {
         call.expect(1, 1)?;
         Ok(variable(call, call.word(0)?).into())
     }),
 ];
 
-/// `Nginx.return(status)`: what is not above 0 (`OK`, `DECLINED`, ...) is no answer.
-fn set_status<'a>(call: &mut Call<'a>) -> Given<'a> {
+/// `Nginx.return(status)`: a value that is not above 0 (`OK`, `DECLINED`, ...) is no answer.
+fn set_status<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(1, 1)?;
     let status = call.int(0)?;
     if status <= 0 {
@@ -93,17 +94,17 @@ fn set_status<'a>(call: &mut Call<'a>) -> Given<'a> {
     } else {
         request::answer_with(call, status)?;
     }
-    Ok(Value::This)
+    Ok(NativeValue::This)
 }
 
-fn log<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn log<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(2, 2)?;
     request::log(call, &LEVELS)?;
-    Ok(Value::This)
+    Ok(NativeValue::This)
 }
 
 /// `Nginx.redirect(url [, status])`.
-fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
+fn redirect<'a>(call: &mut NativeCall<'a>) -> Given<'a> {
     call.expect(1, 2)?;
     let url = call.text(0)?;
     if !(url.starts_with("http://") || url.starts_with("https://")) {
@@ -111,11 +112,11 @@ fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
     }
     let status = if call.args().len() == 2 { call.int(1)? } else { 302 };
     redirect_to(call, url, status)?;
-    Ok(Value::This)
+    Ok(NativeValue::This)
 }
 
-/// Answers with a status that leads elsewhere.
-pub fn redirect_to(call: &mut Call<'_>, url: &str, status: i64) -> Result<(), NativeError> {
+/// Answers with a redirection status.
+pub fn redirect_to(call: &mut NativeCall<'_>, url: &str, status: i64) -> Result<(), NativeError> {
     if !matches!(status, 301 | 302 | 303 | 307 | 308) {
         return Err(NativeError::argument(format!("{status} is not the status of a redirection")));
     }
@@ -125,50 +126,51 @@ pub fn redirect_to(call: &mut Call<'_>, url: &str, status: i64) -> Result<(), Na
     Ok(())
 }
 
-fn port(call: &Call<'_>, number: Number) -> Option<String> {
+fn port(call: &NativeCall<'_>, number: NumberFact) -> Option<String> {
     call.facts.number(number).map(|port| port.to_string())
 }
 
-/// A variable of nginx, by its name.
-fn variable(call: &Call<'_>, name: &str) -> Option<String> {
+/// Returns a variable of nginx, by its name.
+fn variable(call: &NativeCall<'_>, name: &str) -> Option<String> {
     let text = |text| request::read(call, text).map(|text| text.into_owned());
     let number = |number| call.facts.number(number).map(|number| number.to_string());
     if let Some(field) = name.strip_prefix("http_") {
-        return request::field(call, Direction::In, &field.replace('_', "-")).map(|value| value.into_owned());
+        return request::field(call, HeaderDirection::In, &field.replace('_', "-"))
+            .map(|value| value.into_owned());
     }
     if let Some(field) = name.strip_prefix("sent_http_") {
-        return request::field(call, Direction::Out, &field.replace('_', "-"))
+        return request::field(call, HeaderDirection::Out, &field.replace('_', "-"))
             .map(|value| value.into_owned());
     }
     if let Some(argument) = name.strip_prefix("arg_") {
-        return query_argument(&request::read(call, Text::Query)?, argument);
+        return query_argument(&request::read(call, TextFact::Query)?, argument);
     }
     match name {
-        "host" | "server_name" => text(Text::Hostname),
-        "uri" | "document_uri" => text(Text::Path),
-        "request_uri" => text(Text::RawTarget),
-        "args" | "query_string" => text(Text::Query),
-        "request_method" => text(Text::Method),
-        "scheme" => text(Text::Scheme),
+        "host" | "server_name" => text(TextFact::Hostname),
+        "uri" | "document_uri" => text(TextFact::Path),
+        "request_uri" => text(TextFact::RawTarget),
+        "args" | "query_string" => text(TextFact::Query),
+        "request_method" => text(TextFact::Method),
+        "scheme" => text(TextFact::Scheme),
         "https" => call.facts.is_tls().then(|| "on".to_owned()),
-        "remote_addr" => text(Text::ClientIp),
-        "remote_user" => text(Text::User),
-        "server_addr" => text(Text::LocalIp),
-        "server_protocol" => text(Text::Protocol),
-        "document_root" | "realpath_root" => text(Text::DocumentRoot),
-        "request_filename" => text(Text::Filename),
-        "request_id" => text(Text::RequestId),
-        "hostname" => text(Text::Node),
-        "remote_port" => number(Number::ClientPort),
-        "server_port" => number(Number::LocalPort),
-        "content_length" => number(Number::ContentLength),
-        "body_bytes_sent" => number(Number::BytesOut),
-        "status" => number(Number::Status),
+        "remote_addr" => text(TextFact::ClientIp),
+        "remote_user" => text(TextFact::User),
+        "server_addr" => text(TextFact::LocalIp),
+        "server_protocol" => text(TextFact::Protocol),
+        "document_root" | "realpath_root" => text(TextFact::DocumentRoot),
+        "request_filename" => text(TextFact::Filename),
+        "request_id" => text(TextFact::RequestId),
+        "hostname" => text(TextFact::Node),
+        "remote_port" => number(NumberFact::ClientPort),
+        "server_port" => number(NumberFact::LocalPort),
+        "content_length" => number(NumberFact::ContentLength),
+        "body_bytes_sent" => number(NumberFact::BytesOut),
+        "status" => number(NumberFact::Status),
         _ => None,
     }
 }
 
-/// The first argument of this name, as it came.
+/// Returns the first argument of this name, undecoded.
 fn query_argument(query: &str, name: &str) -> Option<String> {
     let pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     pairs.into_iter().find(|(have, _)| have.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned())

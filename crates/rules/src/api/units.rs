@@ -1,13 +1,14 @@
-//! Times as rules write them: `500ms` of CPU time, `22:00` of the day; and lists of CPUs.
+//! Times in rules: `500ms` of CPU time, `22:00` of the day; and lists of CPUs.
 //!
-//! Not here: amounts of CPU, bytes and processes, which rules write as records do (`cmdb::record::Amount`), and which
-//! word takes what (`dsl`).
+//! Not here: amounts of CPU, bytes and processes, which rules write as records do
+//! (`records::record::Amount`), and the arguments of each word (`dsl`).
 
 use nagaya_base::units::parse_duration;
 
 pub const MINUTES_PER_DAY: u16 = 24 * 60;
 
-/// Microseconds in `500ms`, `2s`. A number without a unit is refused: it says too little.
+/// Returns the microseconds of `500ms` or `2s`. A number without a unit is refused: it is
+/// ambiguous.
 pub fn time_us(text: &str) -> Result<u64, String> {
     let time = parse_duration(text)
         .map_err(|why| format!("'{text}' is not a time: {why}; write for example \"500ms\" or \"2s\""))?;
@@ -18,7 +19,7 @@ pub fn time_us(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Minutes since midnight in `22:00`; `24:00` is the end of the day.
+/// Returns the minutes since midnight of `22:00`; `24:00` is the end of the day.
 pub fn minute_of_day(text: &str) -> Result<u16, String> {
     let wrong = || format!("'{text}' is not a time of day: write for example \"22:00\"");
     let number = |part: &str, digits: std::ops::RangeInclusive<usize>| {
@@ -32,12 +33,13 @@ pub fn minute_of_day(text: &str) -> Result<u16, String> {
     if at > MINUTES_PER_DAY { Err(wrong()) } else { Ok(at) }
 }
 
-/// Whether a minute of the day lies in a span that may go over midnight. Its end does not belong to it.
+/// Returns whether a minute of the day is in a span that may cross midnight. Its end is not part of
+/// it.
 pub fn in_span(now: u16, from: u16, until: u16) -> bool {
     if from <= until { (from..until).contains(&now) } else { now >= from || now < until }
 }
 
-/// Whether a text is a list of CPUs or memory nodes as in cpuset(7): `0-1,3`.
+/// Returns whether a text is a list of CPUs or memory nodes as in cpuset(7): `0-1,3`.
 pub fn is_cpu_list(text: &str) -> bool {
     let is_number = |text: &str| (1..=4).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
     let is_span = |span: &str| {
@@ -46,7 +48,8 @@ pub fn is_cpu_list(text: &str) -> bool {
     text.len() <= CPU_LIST_LEN_MAX && text.split(',').all(is_span)
 }
 
-/// Longest list of CPUs, in bytes: what a kernel with 1,024 of them prints at most fits several times.
+/// Longest list of CPUs, in bytes. The longest output of a kernel with 1,024 CPUs fits several
+/// times.
 const CPU_LIST_LEN_MAX: usize = 1024;
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::thread;
 
 use super::*;
-use crate::testing::{Rules, answer_of, evaluate, written};
+use crate::testing::{TestRules, answer_of, evaluate, written};
 use crate::{FaultKind, RuleState, RuleStatus};
 
 // === What is asked of a rule ===
@@ -16,7 +16,7 @@ fn status(set: &RuleSet) -> RuleStatus {
 /// Why a rule failed, which must leave nothing in the verdict.
 #[track_caller]
 fn fault_of(source: &str) -> RuleFault {
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     let (mut verdict, outcome) = evaluate(&mut engine);
     assert_eq!(outcome, Ok(()), "without `refuse` the request goes on");
     verdict.log.clear();
@@ -29,7 +29,7 @@ fn fault_of(source: &str) -> RuleFault {
 /// The same for one that is ended; its engine must go on.
 #[track_caller]
 fn killed(source: &str) -> RuleFault {
-    let mut rules = Rules::of(&format!("Apache.rputs 'begun'\n{source}"));
+    let mut rules = TestRules::of(&format!("Apache.rputs 'begun'\n{source}"));
     rules.add("Apache.rputs 'next'");
     let (set, mut engine) = rules.engine();
     for _ in 0..3 {
@@ -45,7 +45,7 @@ fn killed(source: &str) -> RuleFault {
 #[test]
 fn one_refused_decision_leaves_the_others() {
     let source = "limit cpu: 'half'\nanswer 403, 'bot'\nlane 'x', run: 0\npriority 'high'\ndemote after: 5\n";
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     for _ in 0..2 {
         let (verdict, outcome) = evaluate(&mut engine);
         assert_eq!((outcome, verdict.answer.map(|answer| answer.status)), (Ok(()), Some(403)));
@@ -60,18 +60,18 @@ fn one_refused_decision_leaves_the_others() {
 
 #[test]
 fn a_refused_decision_is_said_once_with_its_line() {
-    let (_set, mut engine) = Rules::of("x = 1\nlimit cpu: 'half-said'\n").engine();
+    let (_set, mut engine) = TestRules::of("x = 1\nlimit cpu: 'half-said'\n").engine();
     let (verdict, _) = evaluate(&mut engine);
     let [(level, line)] = &verdict.log[..] else { panic!("{:?}", verdict.log) };
-    assert_eq!(*level, crate::Level::Warning);
+    assert_eq!(*level, crate::LogLevel::Warning);
     assert!(line.contains(".rb:2: limit: cpu: 'half-said'"), "{line}");
     assert!(line.ends_with("; the request goes on without this decision"), "{line}");
     assert_eq!(evaluate(&mut engine).0.log, [], "not with every request");
 }
 
 #[test]
-fn where_nothing_may_be_missing_a_refused_decision_refuses_the_request() {
-    let mut rules = Rules::of("answer 403\nlimit cpu: 'half'\n");
+fn a_refused_decision_refuses_the_request_where_rules_must() {
+    let mut rules = TestRules::of("answer 403\nlimit cpu: 'half'\n");
     rules.first().on_error = OnError::Refuse;
     let (set, mut engine) = rules.engine();
     let (verdict, outcome) = evaluate(&mut engine);
@@ -83,13 +83,13 @@ fn where_nothing_may_be_missing_a_refused_decision_refuses_the_request() {
 
 #[test]
 fn a_rule_reads_and_decides() {
-    let rules = Rules::of("Apache.rputs Apache::Request.new.hostname");
+    let rules = TestRules::of("Apache.rputs Apache::Request.new.hostname");
     let (set, mut engine) = rules.engine();
     let (verdict, outcome) = evaluate(&mut engine);
     assert_eq!((outcome, verdict.answer.unwrap().body), (Ok(()), b"www.example.com".to_vec()));
     let spoke = &verdict.spoke[0];
-    assert_eq!((&*spoke.file, spoke.phase), (rules.path(0).to_str().unwrap(), Phase::AccessChecker));
-    assert_eq!(spoke.decided.topics().map(crate::Topic::as_str).collect::<Vec<_>>(), ["answer"]);
+    assert_eq!((&*spoke.file, spoke.phase), (rules.path(0).to_str().unwrap(), RulePhase::AccessChecker));
+    assert_eq!(spoke.decided.topics().map(crate::VerdictTopic::as_str).collect::<Vec<_>>(), ["answer"]);
     assert_eq!((status(&set).evaluations, status(&set).errors), (1, 0));
 }
 
@@ -185,8 +185,8 @@ fn an_exception_is_told_with_its_line_in_the_rule() {
 }
 
 #[test]
-fn what_a_failed_rule_decided_is_dropped_and_what_others_did_stays() {
-    let mut rules = Rules::of("Apache::Request.new.notes['first'] = '1'");
+fn a_failed_rules_decisions_are_dropped_and_others_stay() {
+    let mut rules = TestRules::of("Apache::Request.new.notes['first'] = '1'");
     rules.add("r = Apache::Request.new\nr.notes['first'] = '2'\nr.notes['second'] = '2'\nraise 'half-way'");
     rules.add("Apache::Request.new.notes['third'] = '3'");
     let (_, mut engine) = rules.engine();
@@ -200,7 +200,7 @@ fn what_a_failed_rule_decided_is_dropped_and_what_others_did_stays() {
 #[test]
 fn a_rule_that_must_not_fail_refuses() {
     for source in ["raise 'no'", "loop {}", "if"] {
-        let mut rules = Rules::of("Apache::Request.new.notes['a'] = 'b'");
+        let mut rules = TestRules::of("Apache::Request.new.notes['a'] = 'b'");
         rules.add(source).on_error = OnError::Refuse;
         let (_, mut engine) = rules.engine();
         let (verdict, outcome) = evaluate(&mut engine);
@@ -212,7 +212,7 @@ fn a_rule_that_must_not_fail_refuses() {
 
 #[test]
 fn files_after_one_that_answers_do_not_run() {
-    let mut rules = Rules::of("Apache.return 403");
+    let mut rules = TestRules::of("Apache.return 403");
     rules.add("raise 'not reached'");
     let (set, mut engine) = rules.engine();
     let (verdict, _) = evaluate(&mut engine);
@@ -221,8 +221,8 @@ fn files_after_one_that_answers_do_not_run() {
 }
 
 #[test]
-fn what_is_logged_is_kept_of_a_failed_rule() {
-    let (_, mut engine) = Rules::of("Apache.log Apache::APLOG_ERR, 'so far'\nraise 'no'").engine();
+fn log_of_a_failed_rule_is_kept() {
+    let (_, mut engine) = TestRules::of("Apache.log Apache::APLOG_ERR, 'so far'\nraise 'no'").engine();
     let (verdict, _) = evaluate(&mut engine);
     assert_eq!(verdict.log.len(), 1);
     assert!(verdict.log[0].1.contains("so far"));
@@ -232,7 +232,7 @@ fn what_is_logged_is_kept_of_a_failed_rule() {
 // === Budgets ===
 
 #[test]
-fn what_runs_for_ever_is_ended() {
+fn rule_that_runs_for_ever_is_ended() {
     for (source, line) in [
         ("loop {}", 2),
         ("a = 1\nwhile true\n  a += 1\nend", 4),
@@ -253,7 +253,7 @@ fn what_runs_for_ever_is_ended() {
 }
 
 #[test]
-fn what_takes_all_memory_is_ended() {
+fn rule_that_takes_all_memory_is_ended() {
     for source in [
         "'a' * (1 << 30)",
         "a = []\nloop { a << 'x' * 100_000 }",
@@ -284,7 +284,7 @@ fn a_flood_of_symbols_is_ended() {
 #[test]
 fn symbols_that_trickle_in_wear_a_vm_out() {
     let source = "$n = ($n || 0) + 1\n500.times { |i| \"n#{$n}x#{i}\".to_sym }\nApache.rputs $n.to_s";
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     let counts: Vec<u32> = (0..40).map(|_| answer_of(&mut engine).parse().unwrap()).collect();
     assert_eq!(status(&set).errors, 0);
     // A global variable is gone with its VM.
@@ -295,7 +295,7 @@ fn symbols_that_trickle_in_wear_a_vm_out() {
 #[test]
 fn memory_that_is_kept_wears_a_vm_out() {
     let source = "$kept ||= []\n$kept << 'x' * 1_000_000\nApache.rputs $kept.size.to_s";
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     let sizes: Vec<usize> = (0..40).map(|_| answer_of(&mut engine).parse().unwrap()).collect();
     assert_eq!(status(&set).errors, 0, "it is never ended by its budget");
     assert!(*sizes.iter().max().unwrap() <= 12, "{sizes:?}");
@@ -305,13 +305,13 @@ fn memory_that_is_kept_wears_a_vm_out() {
 fn large_programs_leave_evaluations_their_memory() {
     // Some 20 KiB of text each, more than 1 MiB when loaded.
     let text = |round| (0..1000).map(|n| format!("a{n} = '{round}text {n}'\n")).collect::<String>();
-    let mut rules = Rules::of("");
+    let mut rules = TestRules::of("");
     for _ in 0..crate::RULE_FILES_MAX - 2 {
         rules.add(&text(0));
     }
     rules.add("$n = ($n || 0) + 1\n$kept ||= 'x' * 300_000\nApache.rputs $n.to_s");
     let (set, mut engine) = rules.engine();
-    set.set_budget(Budget { memory: crate::vm::MEMORY_MIN, ..Budget::default() });
+    set.set_budget(RuleBudget { memory: crate::vm::MEMORY_MIN, ..RuleBudget::default() });
     for n in 1..=5 {
         assert_eq!(answer_of(&mut engine), n.to_string(), "the VM stays");
         (1..crate::RULE_FILES_MAX - 1).for_each(|at| rules.write(at, &text(n)));
@@ -322,15 +322,15 @@ fn large_programs_leave_evaluations_their_memory() {
 
 #[test]
 fn a_budget_can_be_changed() {
-    let (set, mut engine) = Rules::of("50_000.times { }\nApache.rputs 'done'").engine();
+    let (set, mut engine) = TestRules::of("50_000.times { }\nApache.rputs 'done'").engine();
     assert_eq!(answer_of(&mut engine), "");
-    set.set_budget(Budget { instructions: 10_000_000, ..Budget::default() });
+    set.set_budget(RuleBudget { instructions: 10_000_000, ..RuleBudget::default() });
     assert_eq!(answer_of(&mut engine), "done");
 }
 
 #[test]
 fn a_rule_that_is_ended_time_and_again_says_so_and_still_runs() {
-    let rules = Rules::of("loop {}");
+    let rules = TestRules::of("loop {}");
     let (set, mut engine) = rules.engine();
     for _ in 0..20 {
         evaluate(&mut engine).1.unwrap();
@@ -383,7 +383,7 @@ fn a_hundred_thousand_evaluations_leave_nothing_behind() {
         c.shares = 25
         raise 'now and then' if r.uri =~ /Main/ && ($n = ($n || 0) + 1) % 100 == 0
     ";
-    let (set, mut engine) = Rules::of(source).engine();
+    let (set, mut engine) = TestRules::of(source).engine();
     let mut evaluate_many = |count: u32| {
         for _ in 0..count {
             evaluate(&mut engine).1.unwrap();
@@ -400,7 +400,7 @@ fn a_hundred_thousand_evaluations_leave_nothing_behind() {
 
 #[test]
 fn threads_have_vms_of_their_own() {
-    let rules = Rules::of("$n = ($n || 0) + 1\nApache.rputs $n.to_s");
+    let rules = TestRules::of("$n = ($n || 0) + 1\nApache.rputs $n.to_s");
     let set = rules.set();
     let threads: Vec<_> = (0..2)
         .map(|_| {
@@ -419,7 +419,7 @@ fn threads_have_vms_of_their_own() {
 
 #[test]
 fn rules_change_under_evaluations_of_other_threads() {
-    let rules = Rules::of("Apache.rputs '0'");
+    let rules = TestRules::of("Apache.rputs '0'");
     let set = rules.set();
     let thread = thread::spawn({
         let set = Arc::clone(&set);
@@ -461,9 +461,9 @@ fn one_call_that_takes_long_is_ended() {
 }
 
 #[test]
-fn a_file_that_takes_long_again_and_again_is_set_aside_until_it_changes() {
+fn a_slow_file_is_set_aside_until_it_changes() {
     for cache in [false, true] {
-        let mut rules = Rules::of(LONG_CALL);
+        let mut rules = TestRules::of(LONG_CALL);
         rules.add("Apache.rputs 'next'");
         rules.first().cache = cache;
         let (set, mut engine) = rules.engine();
@@ -486,10 +486,12 @@ fn a_file_that_takes_long_again_and_again_is_set_aside_until_it_changes() {
 fn a_file_that_takes_long_for_some_requests_stays() {
     let source =
         format!("$n = 0 unless $n\n{LONG_CALL} if Apache::Request.new.uri == '/long'\nApache.rputs 'fine'");
-    let (set, mut engine) = Rules::of(&source).engine();
+    let (set, mut engine) = TestRules::of(&source).engine();
     let ask = |engine: &mut Engine, path: &str| {
         let mut verdict = engine.blank();
-        engine.evaluate(Phase::AccessChecker, &crate::testing::Asked::get(path), &mut verdict).unwrap();
+        engine
+            .evaluate(RulePhase::AccessChecker, &crate::testing::TestRequest::get(path), &mut verdict)
+            .unwrap();
         verdict.answer.is_some()
     };
     for _ in 0..2 {
@@ -502,7 +504,7 @@ fn a_file_that_takes_long_for_some_requests_stays() {
 
 #[test]
 fn a_set_aside_file_that_must_not_fail_refuses() {
-    let mut rules = Rules::of(LONG_CALL);
+    let mut rules = TestRules::of(LONG_CALL);
     rules.first().on_error = OnError::Refuse;
     let (_set, mut engine) = rules.engine();
     for _ in 0..4 {
@@ -535,7 +537,7 @@ fn a_list_that_shrinks_while_it_is_sorted_is_noticed() {
 }
 
 #[test]
-fn the_mruby_that_is_built_in_is_the_one_whose_faults_are_listed() {
+fn the_built_in_mruby_is_the_one_with_listed_faults() {
     let list = include_str!("../../../../docs/bundled-c.md");
     let row = format!("| mruby | {} | `libnghttp2-sys` ", crate::MRUBY_VERSION);
     assert!(

@@ -1,49 +1,54 @@
 //! One machine, with natives of the test's own.
 
 use super::*;
-use crate::testing::Asked;
+use crate::state::{SharedState, WaitAllowance};
+use crate::testing::TestRequest;
 
-const NATIVES: &[Native] = &[
-    Native::singleton("Probe", "show", |call| {
+const NATIVES: &[NativeMethod] = &[
+    NativeMethod::singleton("Probe", "show", |call| {
         let text = call.args().iter().map(|arg| format!("{arg:?}")).collect::<Vec<_>>().join(" ");
         call.verdict.write(text.as_bytes())?;
-        Ok(Value::This)
+        Ok(NativeValue::This)
     }),
-    Native::singleton("Probe", "give", |call| {
-        let inner = Value::List(vec![Value::Int(1), Value::Float(0.5), Value::from("borrowed")]);
-        let owned = Value::from(call.facts.text(crate::Text::Path).map(Cow::into_owned));
-        Ok(Value::Map(vec![
+    NativeMethod::singleton("Probe", "give", |call| {
+        let inner = NativeValue::List(vec![
+            NativeValue::Int(1),
+            NativeValue::Float(0.5),
+            NativeValue::from("borrowed"),
+        ]);
+        let owned = NativeValue::from(call.facts.text(crate::TextFact::Path).map(Cow::into_owned));
+        Ok(NativeValue::Map(vec![
             ("list".into(), inner),
             ("owned".to_owned().into(), owned),
-            ("nil".into(), Value::Nil),
+            ("nil".into(), NativeValue::Nil),
         ]))
     }),
-    Native::singleton("Probe", "fail", |call| {
+    NativeMethod::singleton("Probe", "fail", |call| {
         Err(match call.int(0)? {
             0 => NativeError::wrong_type("type"),
             1 => NativeError::argument(format!("argument {}", "ä".repeat(2000))),
             _ => NativeError::runtime("runtime"),
         })
     }),
-    Native::singleton("Probe", "panic", |_| panic!("a defect of a native")),
-    Native::singleton("Probe", "work", |_| {
+    NativeMethod::singleton("Probe", "panic", |_| panic!("a defect of a native")),
+    NativeMethod::singleton("Probe", "work", |_| {
         let before = deferred();
         while deferred() == before {}
         WORKED.set(WORKED.get() + 1);
-        Ok(Value::Nil)
+        Ok(NativeValue::Nil)
     }),
-    Native::singleton("Probe", "wait", |_| {
+    NativeMethod::singleton("Probe", "wait", |_| {
         let (_sender, nothing) = std::sync::mpsc::channel::<()>();
         let waited = nothing.recv_timeout(20 * TIME);
         assert_eq!(waited, Err(std::sync::mpsc::RecvTimeoutError::Timeout));
-        Ok(Value::Nil)
+        Ok(NativeValue::Nil)
     }),
-    Native::method("Probe", "initialize", |call| {
+    NativeMethod::method("Probe", "initialize", |call| {
         let guard = Guard::new(call.text(0)?);
         call.keep(guard);
-        Ok(Value::Nil)
+        Ok(NativeValue::Nil)
     }),
-    Native::method("Probe", "name", |call| Ok(call.this::<Guard>()?.0.clone().into())),
+    NativeMethod::method("Probe", "name", |call| Ok(call.this::<Guard>()?.0.clone().into())),
 ];
 
 /// Processor time of a run in the tests of the watchdog.
@@ -72,9 +77,9 @@ impl Drop for Guard {
 }
 
 /// A machine with mruby's library and the natives above.
-fn machine() -> Machine {
-    let mut machine = Machine::open(NATIVES).unwrap();
-    for unit in Machine::units() {
+fn machine() -> RubyVm {
+    let mut machine = RubyVm::open(NATIVES).unwrap();
+    for unit in RubyVm::units() {
         machine.init_unit(&unit).unwrap();
         let code = machine.compile(unit.source, unit.name, false).unwrap();
         let program = machine.load(&code).unwrap();
@@ -88,21 +93,26 @@ fn machine() -> Machine {
     machine
 }
 
-fn limits() -> Limits {
-    Limits { instructions: 100_000, memory: 16 << 20, symbols: 100, nanoseconds: u64::MAX }
+fn limits() -> RunLimits {
+    RunLimits { instructions: 100_000, memory: 16 << 20, symbols: 100, nanoseconds: u64::MAX }
 }
 
-fn load(machine: &mut Machine, source: &str) -> Program {
+fn load(machine: &mut RubyVm, source: &str) -> LoadedProgram {
     let code = machine.compile(source.as_bytes(), c"probe.rb", true).unwrap();
     machine.load(&code).unwrap()
 }
 
 /// Runs it within a request, and gives what `Probe.show` wrote.
-fn run(machine: &mut Machine, source: &str) -> Result<String, Failure> {
+fn run(machine: &mut RubyVm, source: &str) -> Result<String, VmFailure> {
     let program = load(machine, source);
     let mut verdict = Verdict::default();
-    let mut scope = Scope { facts: &Asked::get("/path"), verdict: &mut verdict, phase: Phase::Fixups };
+    let asked = TestRequest::get("/path");
+    let state = SharedState::default();
+    let patience = WaitAllowance::default();
+    let shared = StateRun::new(&state, &patience, &asked, RulePhase::Fixups);
+    let mut scope = RuleScope { facts: &asked, verdict: &mut verdict, phase: RulePhase::Fixups, shared };
     let outcome = machine.run(program, Some(&mut scope));
+    drop(scope);
     let shown = verdict.answer.map_or_else(Vec::new, |answer| answer.body);
     outcome.map(|()| String::from_utf8(shown).unwrap())
 }
@@ -126,7 +136,7 @@ fn arguments_arrive_as_they_were_given() {
         assert_eq!(run(&mut machine, &format!("Probe.show({ruby})")).unwrap(), rust, "{ruby}");
     }
     let failure = run(&mut machine, "Probe.show(*(1..17))").unwrap_err();
-    assert_eq!((&*failure.class, failure.status), ("ArgumentError", Status::Exception));
+    assert_eq!((&*failure.class, failure.status), ("ArgumentError", VmStatus::Exception));
 }
 
 #[test]
@@ -139,11 +149,11 @@ fn results_arrive_as_they_were_given() {
 }
 
 #[test]
-fn what_a_native_refuses_is_raised_where_it_was_called() {
+fn refusal_of_a_native_is_raised_where_it_was_called() {
     let mut machine = machine();
     for (number, class) in [(0, "TypeError"), (1, "ArgumentError"), (2, "RuntimeError")] {
         let failure = run(&mut machine, &format!("\n\nProbe.fail({number})")).unwrap_err();
-        assert_eq!((&*failure.class, failure.status), (class, Status::Exception));
+        assert_eq!((&*failure.class, failure.status), (class, VmStatus::Exception));
         assert_eq!(failure.backtrace[0].split(":in").next(), Some("probe.rb:3"));
         assert!(failure.message.len() < MESSAGE_LEN);
     }
@@ -153,7 +163,7 @@ fn what_a_native_refuses_is_raised_where_it_was_called() {
 fn a_native_that_panics_raises() {
     let mut machine = machine();
     let failure = run(&mut machine, "Probe.panic").unwrap_err();
-    assert_eq!((&*failure.class, failure.status), ("RuntimeError", Status::Exception));
+    assert_eq!((&*failure.class, failure.status), ("RuntimeError", VmStatus::Exception));
     assert!(failure.message.contains("defect"), "{}", failure.message);
     assert_eq!(run(&mut machine, "begin; Probe.panic; rescue; Probe.show(1); end").unwrap(), "Int(1)");
 }
@@ -201,16 +211,16 @@ fn states_go_with_a_machine_whose_run_was_ended() {
     let mut machine = machine();
     machine.limit(limits());
     let failure = run(&mut machine, "loop { Probe.new('x') }").unwrap_err();
-    assert_eq!((failure.status, failure.line), (Status::Instructions, Some(1)));
+    assert_eq!((failure.status, failure.line), (VmStatus::Instructions, Some(1)));
     assert!(GUARDS.get() > 0);
-    assert_eq!(run_again(&mut machine).status, Status::Failed);
+    assert_eq!(run_again(&mut machine).status, VmStatus::Failed);
     drop(machine);
     assert_eq!(GUARDS.get(), 0);
 }
 
 /// After a run was ended nothing runs any more.
-fn run_again(machine: &mut Machine) -> Failure {
-    machine.run(Program(0), None).unwrap_err()
+fn run_again(machine: &mut RubyVm) -> VmFailure {
+    machine.run(LoadedProgram(0), None).unwrap_err()
 }
 
 #[test]
@@ -228,12 +238,12 @@ fn no_call_of_a_native_outlives_a_deep_stack() {
 
 #[test]
 fn text_that_does_not_parse_says_where() {
-    let mut machine = Machine::open(&[]).unwrap();
+    let mut machine = RubyVm::open(&[]).unwrap();
     for (source, line) in
         [("x = 1\nif x\n", 3), ("a = (1\nb", 2), ("'open", 1), ("$1 = 2", 1), ("def f\n  @@ = 1\nend", 2)]
     {
         let failure = machine.compile(source.as_bytes(), c"a.rb", true).unwrap_err();
-        assert_eq!(failure.status, Status::Syntax, "{source}");
+        assert_eq!(failure.status, VmStatus::Syntax, "{source}");
         assert!(failure.line.is_some_and(|at| at.abs_diff(line) <= 1), "{source}: {failure:?}");
         assert!(!failure.message.is_empty(), "{source}");
     }
@@ -241,7 +251,7 @@ fn text_that_does_not_parse_says_where() {
     let wide = format!("a = {}", vec!["1"; 30_000].join(" + "));
     let binary: Vec<u8> = (1..=255).cycle().take(60_000).collect();
     for source in [nested.as_bytes(), wide.as_bytes(), &binary] {
-        assert_eq!(machine.compile(source, c"a.rb", true).unwrap_err().status, Status::Syntax);
+        assert_eq!(machine.compile(source, c"a.rb", true).unwrap_err().status, VmStatus::Syntax);
     }
 }
 
@@ -265,9 +275,9 @@ fn programs_are_replaced_without_end() {
 }
 
 /// Runs it with `TIME` and any number of instructions, in a machine of its own.
-fn run_watched(source: &str) -> Result<String, Failure> {
+fn run_watched(source: &str) -> Result<String, VmFailure> {
     let mut machine = machine();
-    machine.limit(Limits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    machine.limit(RunLimits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
     run(&mut machine, source)
 }
 
@@ -275,32 +285,32 @@ fn run_watched(source: &str) -> Result<String, Failure> {
 fn one_call_of_c_is_ended_where_the_rule_was() {
     let search = "a = 'a'\nb = a * 400_000 + 'b'\n\n(a * 800_000).index(b)\nProbe.show(1)";
     let failure = run_watched(search).unwrap_err();
-    assert_eq!((failure.status, failure.line), (Status::Time, Some(4)));
+    assert_eq!((failure.status, failure.line), (VmStatus::Time, Some(4)));
     assert_eq!((&*failure.class, &*failure.message), ("", ""));
     // Within a block that the library calls.
     let failure = run_watched(&format!("[1].each do\n{search}\nend")).unwrap_err();
-    assert_eq!((failure.status, failure.line), (Status::Time, Some(5)));
+    assert_eq!((failure.status, failure.line), (VmStatus::Time, Some(5)));
     assert_eq!(run_watched("Probe.show(2)").unwrap(), "Int(2)");
 }
 
 #[test]
 fn a_machine_that_was_ended_runs_nothing_more() {
     let mut machine = machine();
-    machine.limit(Limits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
-    assert_eq!(run(&mut machine, "loop {}").unwrap_err().status, Status::Time);
-    let program = Program(0);
-    assert_eq!(machine.run(program, None).unwrap_err().status, Status::Failed);
+    machine.limit(RunLimits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    assert_eq!(run(&mut machine, "loop {}").unwrap_err().status, VmStatus::Time);
+    let program = LoadedProgram(0);
+    assert_eq!(machine.run(program, None).unwrap_err().status, VmStatus::Failed);
     let compiled = machine.compile(b"1", c"probe.rb", true);
-    assert_eq!(compiled.unwrap_err().status, Status::Failed);
+    assert_eq!(compiled.unwrap_err().status, VmStatus::Failed);
 }
 
 #[test]
 fn rust_is_never_left_in_the_middle() {
     let failure = run_watched("Probe.work\nProbe.work").unwrap_err();
-    assert_eq!((failure.status, failure.line), (Status::Time, Some(1)));
+    assert_eq!((failure.status, failure.line), (VmStatus::Time, Some(1)));
     assert_eq!(WORKED.get(), 1, "the first call came to its end, and the second one never began");
     let program = "made = Probe.new('kept')\nProbe.work";
-    assert_eq!(run_watched(program).unwrap_err().status, Status::Time);
+    assert_eq!(run_watched(program).unwrap_err().status, VmStatus::Time);
     assert_eq!(GUARDS.get(), 0, "what the machine kept is dropped with it");
 }
 
@@ -310,7 +320,7 @@ fn the_allocator_is_never_left_in_the_middle() {
     // Each round the signal comes at some other place; many of them are in the allocator.
     for _ in 0..200 {
         let failure = run_watched("while true\n  'x' * 1_000_000\nend").unwrap_err();
-        assert_eq!(failure.status, Status::Time);
+        assert_eq!(failure.status, VmStatus::Time);
         assert_eq!(run_watched("Probe.show('x' * 3)").unwrap(), "Text([120, 120, 120])");
         if deferred() > before {
             return;
@@ -326,7 +336,7 @@ fn a_run_that_only_waits_keeps_its_time() {
 
 #[test]
 fn threads_are_watched_each_by_itself() {
-    let ends = || assert_eq!(run_watched("loop {}").unwrap_err().status, Status::Time);
+    let ends = || assert_eq!(run_watched("loop {}").unwrap_err().status, VmStatus::Time);
     let lives = || assert_eq!(run_watched("Probe.wait\nProbe.show(1)").unwrap(), "Int(1)");
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -339,12 +349,12 @@ fn threads_are_watched_each_by_itself() {
 #[test]
 fn a_text_that_takes_long_to_compile_is_ended() {
     let text = format!("f({}1)", "1,".repeat(24_000));
-    let mut machine = Machine::open(NATIVES).unwrap();
-    machine.limit(Limits { nanoseconds: TIME.as_nanos() as u64, ..limits() });
-    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, Status::Time);
-    let mut machine = Machine::open(NATIVES).unwrap();
-    machine.limit(Limits { memory: 1 << 20, ..limits() });
-    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, Status::Memory);
+    let mut machine = RubyVm::open(NATIVES).unwrap();
+    machine.limit(RunLimits { nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, VmStatus::Time);
+    let mut machine = RubyVm::open(NATIVES).unwrap();
+    machine.limit(RunLimits { memory: 1 << 20, ..limits() });
+    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, VmStatus::Memory);
 }
 
 /// Functions of the C library that mruby calls: none takes a lock or allocates, so that a run may be ended in any of them.
@@ -412,7 +422,8 @@ fn mruby_calls_nothing_that_keeps_a_lock() {
             text.lines().filter_map(|line| line.split_once(' ')).map(|(name, _)| name.to_owned()).collect();
         names
     };
-    let (used, defined) = (names("-u"), names("--defined-only"));
+    let used = names("-u");
+    let defined = names("--defined-only");
     assert!(used.contains("ng_guarded_mktime"));
     // The linker's own, and our side of the shim.
     let is_ours = |name: &str| {

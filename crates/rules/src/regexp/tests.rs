@@ -1,7 +1,7 @@
 //! Regular expressions as rules write them.
 
 use super::translate;
-use crate::testing::{Rules, evaluate, written};
+use crate::testing::{TestRules, evaluate, written};
 
 #[track_caller]
 fn shows(source: &str, expected: &str) {
@@ -112,7 +112,7 @@ fn strings_know_patterns() {
 }
 
 #[test]
-fn what_cannot_be_searched_in_linear_time_raises() {
+fn pattern_without_linear_time_search_raises() {
     for (pattern, why) in [
         ("(?=a)", "look"),
         ("(a)\\1", "backreferences"),
@@ -120,7 +120,7 @@ fn what_cannot_be_searched_in_linear_time_raises() {
         ("(a{1000}){1000}", "size limit"),
         (&"a".repeat(5000), "longer"),
     ] {
-        let (set, mut engine) = Rules::of(&format!("x = 1\n/{pattern}/ =~ 'a'")).engine();
+        let (set, mut engine) = TestRules::of(&format!("x = 1\n/{pattern}/ =~ 'a'")).engine();
         evaluate(&mut engine).1.unwrap();
         let fault = set.status()[0].last_fault.clone().unwrap_or_else(|| panic!("{pattern}"));
         assert!(fault.message.contains(why), "{fault}");
@@ -133,7 +133,7 @@ fn what_cannot_be_searched_in_linear_time_raises() {
 #[test]
 fn a_text_that_is_searched_has_a_longest_length() {
     let search = |len: usize| {
-        let (set, mut engine) = Rules::of(&format!("/b/ =~ 'a' * {len}")).engine();
+        let (set, mut engine) = TestRules::of(&format!("/b/ =~ 'a' * {len}")).engine();
         evaluate(&mut engine).1.unwrap();
         set.status()[0].last_fault.as_ref().map(|fault| fault.message.clone())
     };
@@ -146,7 +146,7 @@ fn a_text_that_is_searched_has_a_longest_length() {
 #[test]
 fn many_searches_of_one_call_have_a_longest_time() {
     for call in ["text.scan(/a.*z|a/)", "text.gsub(/a.*z|a/, 'b')", "text.split(/a.*z|a/)"] {
-        let (set, mut engine) = Rules::of(&format!("text = 'a' * 65_000\n{call}")).engine();
+        let (set, mut engine) = TestRules::of(&format!("text = 'a' * 65_000\n{call}")).engine();
         evaluate(&mut engine).1.unwrap();
         let fault = set.status()[0].last_fault.clone().unwrap_or_else(|| panic!("{call}"));
         // Of the two bounds, the one of the whole evaluation may be reached first where programs are not optimised.

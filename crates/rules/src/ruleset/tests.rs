@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::*;
-use crate::testing::{Rules, answer_of, evaluate};
+use crate::testing::{TestRules, answer_of, evaluate};
 use crate::{Engine, FaultKind};
 
 fn kind(set: &RuleSet) -> Option<FaultKind> {
@@ -15,7 +15,7 @@ fn kind(set: &RuleSet) -> Option<FaultKind> {
 
 #[test]
 fn a_change_is_in_force_for_the_next_request() {
-    let rules = Rules::of("Apache.rputs 'old'");
+    let rules = TestRules::of("Apache.rputs 'old'");
     let (set, mut engine) = rules.engine();
     assert_eq!(answer_of(&mut engine), "old");
     rules.write(0, "Apache.rputs 'new'");
@@ -29,7 +29,7 @@ fn a_change_is_in_force_for_the_next_request() {
 
 #[test]
 fn a_file_that_is_cached_is_not_looked_at_again() {
-    let mut rules = Rules::of("if");
+    let mut rules = TestRules::of("if");
     rules.add("").cache = true;
     rules.write(1, "if");
     let (set, _) = rules.engine();
@@ -48,7 +48,7 @@ fn a_file_that_is_cached_is_not_looked_at_again() {
 
 #[test]
 fn a_file_is_out_of_force_while_it_is_broken() {
-    let rules = Rules::of("Apache.rputs '1'");
+    let rules = TestRules::of("Apache.rputs '1'");
     let (set, mut engine) = rules.engine();
     assert_eq!(answer_of(&mut engine), "1");
 
@@ -74,7 +74,7 @@ fn a_file_is_out_of_force_while_it_is_broken() {
 #[test]
 fn a_file_that_is_being_written_ends_up_as_it_was_written() {
     let source = format!("# {}\nApache.rputs 'whole'\n", "x".repeat(1000));
-    let rules = Rules::of("");
+    let rules = TestRules::of("");
     let (set, mut engine) = rules.engine();
     for end in (0..=source.len()).step_by(13).chain([source.len()]) {
         rules.write(0, &source[..end]);
@@ -87,21 +87,21 @@ fn a_file_that_is_being_written_ends_up_as_it_was_written() {
 #[test]
 fn an_empty_file_is_a_rule_that_says_nothing() {
     for source in ["", "\n", "# only a comment", "__END__\nraise"] {
-        let (set, mut engine) = Rules::of(source).engine();
+        let (set, mut engine) = TestRules::of(source).engine();
         assert!(evaluate(&mut engine).0.is_silent());
         assert_eq!((kind(&set), set.status()[0].errors), (None, 0), "{source}");
     }
 }
 
 #[test]
-fn what_cannot_be_text_of_a_rule_is_told() {
+fn file_that_cannot_be_rule_text_is_reported() {
     let long = [b'#'; 100_000];
     for (source, expected) in [
         (&b"a = 1\n\xFF\xFE"[..], FaultKind::Syntax),
         (b"a = 1\n\0\0\0", FaultKind::Syntax),
         (&long, FaultKind::Unreadable),
     ] {
-        let rules = Rules::of("");
+        let rules = TestRules::of("");
         fs::write(rules.path(0), source).unwrap();
         let RuleState::Broken(fault) = rules.set().status().remove(0).state else { panic!("{expected:?}") };
         assert_eq!(fault.kind, expected);
@@ -111,16 +111,24 @@ fn what_cannot_be_text_of_a_rule_is_told() {
 
 #[test]
 fn the_list_of_files_can_change() {
-    let mut rules = Rules::of("Apache::Request.new.notes['a'] = '1'");
-    rules.add("Apache::Request.new.notes['b'] = '2'").phase = Phase::LogTransaction;
+    let mut rules = TestRules::of("Apache::Request.new.notes['a'] = '1'");
+    rules.add("Apache::Request.new.notes['b'] = '2'").phase = RulePhase::LogTransaction;
     let (set, mut engine) = rules.engine();
-    assert!(set.has(Phase::AccessChecker) && set.has(Phase::LogTransaction) && !set.has(Phase::Fixups));
+    assert!(
+        set.has(RulePhase::AccessChecker)
+            && set.has(RulePhase::LogTransaction)
+            && !set.has(RulePhase::Fixups)
+    );
     evaluate(&mut engine).1.unwrap();
 
-    let first =
-        RuleFile { phase: Phase::AccessChecker, path: rules.path(0), cache: false, on_error: OnError::Pass };
+    let first = RuleFile {
+        phase: RulePhase::AccessChecker,
+        path: rules.path(0),
+        cache: false,
+        on_error: OnError::Pass,
+    };
     set.set_files(vec![first.clone()]);
-    assert!(set.has(Phase::AccessChecker) && !set.has(Phase::LogTransaction));
+    assert!(set.has(RulePhase::AccessChecker) && !set.has(RulePhase::LogTransaction));
     evaluate(&mut engine).1.unwrap();
     assert_eq!(set.status()[0].evaluations, 2, "what stays keeps its counters");
 
@@ -129,13 +137,13 @@ fn the_list_of_files_can_change() {
     set.set_files(vec![first; RULE_FILES_MAX + 1]);
     assert_eq!(set.status().len(), RULE_FILES_MAX);
     set.set_files(Vec::new());
-    assert!(!set.has(Phase::AccessChecker));
+    assert!(!set.has(RulePhase::AccessChecker));
     assert!(evaluate(&mut engine).0.is_silent());
 }
 
 #[test]
 fn every_engine_loads_the_largest_set_of_rules() {
-    let mut rules = Rules::of("");
+    let mut rules = TestRules::of("");
     for _ in 1..RULE_FILES_MAX {
         rules.add("$n = ($n || 0) + 1");
     }
@@ -153,14 +161,14 @@ fn files_are_written_as_configuration_has_them() {
     let json = r#"{"phase":"post_read_request","file":"/etc/nagaya/a.rb","cache":true,"on_error":"refuse"}"#;
     let file: RuleFile = serde_json::from_str(json).unwrap();
     let expected = RuleFile {
-        phase: Phase::PostReadRequest,
+        phase: RulePhase::PostReadRequest,
         path: "/etc/nagaya/a.rb".into(),
         cache: true,
         on_error: OnError::Refuse,
     };
     assert_eq!(file, expected);
     assert_eq!(serde_json::to_string(&file).unwrap(), json);
-    for phase in Phase::ALL {
+    for phase in RulePhase::ALL {
         let json = format!(r#"{{"phase":"{}","file":"a.rb"}}"#, phase.as_str());
         let file: RuleFile = serde_json::from_str(&json).unwrap();
         assert_eq!((file.phase, file.cache, file.on_error), (phase, false, OnError::Pass));
@@ -169,23 +177,23 @@ fn files_are_written_as_configuration_has_them() {
 
 #[test]
 fn each_kind_of_fault_is_logged_once_for_each_version() {
-    let rules = Rules::of("raise 'no'");
+    let rules = TestRules::of("raise 'no'");
     let (set, mut engine) = rules.engine();
     let rule = || Arc::clone(&set.current().rules[0]);
     let fault = |kind| RuleFault { kind, file: "a.rb".into(), line: None, message: String::new() };
     evaluate(&mut engine).1.unwrap();
-    assert!(!rule().tell(&fault(FaultKind::Exception)), "the evaluation did");
-    assert!(rule().tell(&fault(FaultKind::Memory)));
-    assert!(!rule().tell(&fault(FaultKind::Memory)));
+    assert!(!rule().log_once(&fault(FaultKind::Exception)), "the evaluation did");
+    assert!(rule().log_once(&fault(FaultKind::Memory)));
+    assert!(!rule().log_once(&fault(FaultKind::Memory)));
     rules.write(0, "if");
     set.refresh();
-    assert!(!rule().tell(&fault(FaultKind::Syntax)), "whoever read it did");
-    assert!(rule().tell(&fault(FaultKind::Memory)));
+    assert!(!rule().log_once(&fault(FaultKind::Syntax)), "whoever read it did");
+    assert!(rule().log_once(&fault(FaultKind::Memory)));
 }
 
 #[test]
 fn the_status_says_how_a_file_fares() {
-    let rules = Rules::of("raise 'no' if Apache::Request.new.uri =~ /wiki/");
+    let rules = TestRules::of("raise 'no' if Apache::Request.new.uri =~ /wiki/");
     let (set, mut engine) = rules.engine();
     evaluate(&mut engine).1.unwrap();
     let status = set.status();

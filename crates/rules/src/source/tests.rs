@@ -4,9 +4,9 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
-fn text(source: Source) -> Option<String> {
+fn text(source: SourceRead) -> Option<String> {
     match source {
-        Source::Text(text) => Some(String::from_utf8(text.into()).unwrap()),
+        SourceRead::Text(text) => Some(String::from_utf8(text.into()).unwrap()),
         _ => None,
     }
 }
@@ -16,15 +16,15 @@ fn a_file_is_given_once_for_each_version() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.rb");
     let mut seen = None;
-    assert!(matches!(read(&path, &mut seen), Source::Unreadable(_)));
+    assert!(matches!(read(&path, &mut seen), SourceRead::Unreadable(_)));
     for version in ["one", "two", "six", ""] {
         // Of the same length, and within one tick of the clock.
         fs::write(&path, version).unwrap();
         assert_eq!(text(read(&path, &mut seen)).as_deref(), Some(version));
-        assert_eq!(read(&path, &mut seen), Source::Same);
+        assert_eq!(read(&path, &mut seen), SourceRead::Same);
     }
     fs::remove_file(&path).unwrap();
-    assert!(matches!(read(&path, &mut seen), Source::Unreadable(_)));
+    assert!(matches!(read(&path, &mut seen), SourceRead::Unreadable(_)));
     assert_eq!(seen, None);
 }
 
@@ -39,7 +39,7 @@ fn a_file_that_settled_is_not_read_again() {
     let stamp = seen.as_mut().unwrap();
     assert!(stamp.unsettled.is_some());
     stamp.unsettled = None;
-    assert_eq!(read(&path, &mut seen), Source::Same);
+    assert_eq!(read(&path, &mut seen), SourceRead::Same);
     assert!(seen.unwrap().unsettled.is_none());
 }
 
@@ -58,7 +58,7 @@ fn another_file_by_the_same_name_is_another_version() {
 }
 
 #[test]
-fn what_is_no_rule_file_is_told() {
+fn path_that_is_no_rule_file_is_unreadable() {
     let directory = tempfile::tempdir().unwrap();
     let long = directory.path().join("long.rb");
     fs::write(&long, "#".repeat(SOURCE_LEN_MAX + 1)).unwrap();
@@ -66,7 +66,7 @@ fn what_is_no_rule_file_is_told() {
     let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
     assert!(made.success());
     for path in [directory.path(), &long, &fifo, &directory.path().join("nowhere/a.rb")] {
-        assert!(matches!(read(path, &mut None), Source::Unreadable(_)), "{}", path.display());
+        assert!(matches!(read(path, &mut None), SourceRead::Unreadable(_)), "{}", path.display());
     }
     fs::write(&long, "#".repeat(SOURCE_LEN_MAX)).unwrap();
     assert!(text(read(&long, &mut None)).is_some());

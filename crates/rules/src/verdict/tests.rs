@@ -1,34 +1,39 @@
 //! What one request can be told, and how much of it.
 
-use nagaya_cmdb::cell::CellName;
+use nagaya_records::cell::CellName;
 
 use super::*;
 
-fn cell(name: &str, controllers: &[Controller]) -> NamedCell {
+fn cell(name: &str, controllers: &[CgroupController]) -> NamedCell {
     let name = CellName::parse(name).unwrap();
-    NamedCell { name, scope: nagaya_cmdb::cell::Scope::Node, controllers: controllers.to_vec(), limits: None }
+    NamedCell {
+        name,
+        scope: nagaya_records::cell::CellScope::Node,
+        controllers: controllers.to_vec(),
+        limits: None,
+    }
 }
 
 fn demotion(after_cpu_us: u64) -> Demotion {
-    Demotion { after_cpu_us, limits: Limits { processes: Some(1), ..Limits::default() } }
+    Demotion { after_cpu_us, limits: LimitSet { processes: Some(1), ..LimitSet::default() } }
 }
 
 #[test]
 fn each_controller_is_in_the_cell_it_was_attached_to_last() {
     let mut verdict = Verdict::default();
-    verdict.attach(cell("a", &[Controller::Cpu, Controller::Blkio])).unwrap();
-    verdict.attach(cell("b", &[Controller::Blkio])).unwrap();
+    verdict.attach(cell("a", &[CgroupController::Cpu, CgroupController::Blkio])).unwrap();
+    verdict.attach(cell("b", &[CgroupController::Blkio])).unwrap();
     let named = |verdict: &Verdict| {
         let cells = verdict.confinement.named.iter();
         cells.map(|cell| (cell.name.to_string(), cell.controllers.clone())).collect::<Vec<_>>()
     };
     assert_eq!(
         named(&verdict),
-        [("a".to_owned(), vec![Controller::Cpu]), ("b".to_owned(), vec![Controller::Blkio])]
+        [("a".to_owned(), vec![CgroupController::Cpu]), ("b".to_owned(), vec![CgroupController::Blkio])]
     );
-    verdict.detach(&[Controller::Cpu]);
+    verdict.detach(&[CgroupController::Cpu]);
     assert_eq!(named(&verdict).len(), 1);
-    for controller in Controller::ALL {
+    for controller in CgroupController::ALL {
         verdict.attach(cell("c", &[controller])).unwrap();
     }
     assert_eq!(verdict.confinement.named.len(), NAMED_PER_REQUEST_MAX);
@@ -52,7 +57,7 @@ fn everything_has_a_bound() {
         verdict.edit_header_out(&format!("x-{n}"), HeaderAction::Add("v".into())).unwrap();
         verdict.set_note(&format!("n{n}"), "v").unwrap();
         verdict.set_env(&format!("N{n}"), Some("v")).unwrap();
-        verdict.say(Level::Info, "line");
+        verdict.say(LogLevel::Info, "line");
     }
     assert!(verdict.edit_header_out("x-more", HeaderAction::Remove).is_err());
     verdict.edit_header_out("X-0", HeaderAction::Set("again".into())).unwrap();
@@ -64,7 +69,7 @@ fn everything_has_a_bound() {
     assert!(verdict.set_note("n1", &"x".repeat(VALUE_LEN_MAX + 1)).is_err());
     assert!(verdict.write(&vec![0; ANSWER_LEN_MAX]).is_ok() && verdict.write(b"x").is_err());
     verdict.log.clear();
-    verdict.say(Level::Error, &"ä".repeat(LOG_LINE_LEN_MAX));
+    verdict.say(LogLevel::Error, &"ä".repeat(LOG_LINE_LEN_MAX));
     assert_eq!(verdict.log[0].1.len(), LOG_LINE_LEN_MAX);
     let change = CellChange::Drop { name: CellName::parse("a").unwrap(), controllers: vec![] };
     (0..CHANGES_MAX).for_each(|_| verdict.change(change.clone()).unwrap());
@@ -72,7 +77,7 @@ fn everything_has_a_bound() {
 }
 
 #[test]
-fn what_would_break_out_of_its_place_is_refused() {
+fn value_that_would_break_out_of_its_place_is_refused() {
     let mut verdict = Verdict::default();
     for bad in ["", "a b", "a:", "a\r\nb", "ä"] {
         assert!(verdict.edit_header_in(bad, HeaderAction::Remove).is_err(), "{bad}");
@@ -113,17 +118,17 @@ fn a_verdict_goes_back_to_what_it_was() {
     let silent = verdict.checkpoint();
     assert!(silent.is_none(), "nothing to copy");
     verdict.set_note("a", "1").unwrap();
-    verdict.say(Level::Info, "stays");
+    verdict.say(LogLevel::Info, "stays");
     verdict.roll_back(silent);
     assert_eq!((verdict.notes.len(), verdict.log.len()), (0, 1));
 
     verdict.set_note("a", "1").unwrap();
-    verdict.spoken(Phase::Fixups, &file);
+    verdict.spoken(RulePhase::Fixups, &file);
     let before = verdict.clone();
     let checkpoint = verdict.checkpoint();
     verdict.set_note("a", "2").unwrap();
-    verdict.limit(&Limits { processes: Some(1), ..Limits::default() });
+    verdict.limit(&LimitSet { processes: Some(1), ..LimitSet::default() });
     verdict.roll_back(checkpoint);
     assert_eq!(verdict, before);
-    assert!(verdict.has(Topic::Note) && !verdict.has(Topic::Limits));
+    assert!(verdict.has(VerdictTopic::Note) && !verdict.has(VerdictTopic::Limits));
 }

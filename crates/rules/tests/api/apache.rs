@@ -1,6 +1,6 @@
 //! `Apache`: what rules of mod_mruby read, set and answer.
 
-use nagaya_rules::{Answer, HeaderAction, Level, Number, Phase, Text, Verdict};
+use nagaya_rules::{HeaderAction, LogLevel, NumberFact, RulePhase, RuleResponse, TextFact, Verdict};
 
 use crate::world::World;
 
@@ -40,10 +40,10 @@ fn a_request_is_read_as_in_apache() {
     ] {
         assert_eq!(world.value(&format!("Apache::Request.new.{method}")), value, "{method}");
     }
-    assert_eq!(World::get("http://a/").text(Text::Hostname, "").value("Apache::Request.new.args"), "nil");
+    assert_eq!(World::get("http://a/").text(TextFact::Hostname, "").value("Apache::Request.new.args"), "nil");
     let head = World::request("HEAD", "http://a/");
     assert_eq!(head.value("r = Apache::Request.new; [r.header_only, r.method_number]"), "[1, 0]");
-    let post = World::request("POST", "http://a/").text(Text::Protocol, "HTTP/2.0");
+    let post = World::request("POST", "http://a/").text(TextFact::Protocol, "HTTP/2.0");
     assert_eq!(post.value("r = Apache::Request.new; [r.method_number, r.proto_num]"), "[2, 2000]");
     assert_eq!(World::request("BREW", "http://a/").value("Apache::Request.new.method_number"), "26");
 }
@@ -67,7 +67,7 @@ fn a_user_is_only_what_can_be_one() {
 #[test]
 fn a_status_ends_the_request_but_not_the_script() {
     let verdict = world().decide("Apache.return(Apache::HTTP_FORBIDDEN); Apache.rputs 'after'");
-    let answer = Answer { status: 403, body: b"after".to_vec(), ..Answer::default() };
+    let answer = RuleResponse { status: 403, body: b"after".to_vec(), ..RuleResponse::default() };
     assert_eq!(verdict.answer, Some(answer));
 }
 
@@ -80,7 +80,7 @@ fn ok_and_declined_mean_to_go_on() {
         assert_eq!(verdict.answer, None, "{status}");
     }
     let verdict = world().decide("Apache.echo 'hello'; Apache.return(Apache::OK)");
-    assert_eq!(verdict.answer, Some(Answer { body: b"hello\n".to_vec(), ..Answer::default() }));
+    assert_eq!(verdict.answer, Some(RuleResponse { body: b"hello\n".to_vec(), ..RuleResponse::default() }));
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn numbers_that_are_no_status_are_errors() {
 }
 
 #[test]
-fn what_is_written_is_turned_into_text() {
+fn written_values_become_text() {
     assert_eq!(
         world().written("Apache.rputs 1; Apache.rputs :a; Apache.echo 2.5; Apache.rputs true"),
         "1a2.5\ntrue"
@@ -159,9 +159,11 @@ fn notes_last_from_one_phase_to_the_next() {
     let mut verdict = Verdict::default();
     let world = world();
     world
-        .evaluate(Phase::PostReadRequest, "Apache::Request.new.notes['slow'] = 'yes'", &mut verdict)
+        .evaluate(RulePhase::PostReadRequest, "Apache::Request.new.notes['slow'] = 'yes'", &mut verdict)
         .unwrap();
-    world.evaluate(Phase::Fixups, "Apache.rputs Apache::Request.new.notes['slow']", &mut verdict).unwrap();
+    world
+        .evaluate(RulePhase::Fixups, "Apache.rputs Apache::Request.new.notes['slow']", &mut verdict)
+        .unwrap();
     assert_eq!(verdict.answer.unwrap().body, b"yes");
     assert_eq!(world.value("Apache::Notes.new['absent']"), "nil");
 }
@@ -204,7 +206,7 @@ fn variables_of_programs_are_read_and_set() {
 
 #[test]
 fn connection_server_and_scoreboard_say_what_there_is_to_say() {
-    let mut world = world().number(Number::SiteFree, 3);
+    let mut world = world().number(NumberFact::SiteFree, 3);
     world.load = [0.5, 1.0, 2.25];
     for (expression, value) in [
         ("Apache::Connection.new.remote_ip", "\"192.0.2.7\""),
@@ -230,14 +232,14 @@ fn connection_server_and_scoreboard_say_what_there_is_to_say() {
 #[test]
 fn the_response_is_known_in_the_last_phase() {
     let world = world()
-        .number(Number::Status, 404)
-        .number(Number::BytesOut, 512)
-        .text(Text::StatusLine, "404 Not Found")
-        .text(Text::ContentType, "text/html");
+        .number(NumberFact::Status, 404)
+        .number(NumberFact::BytesOut, 512)
+        .text(TextFact::StatusLine, "404 Not Found")
+        .text(TextFact::ContentType, "text/html");
     let mut verdict = Verdict::default();
     let rule = "r = Apache::Request.new; Apache.log Apache::LOG_INFO, [r.status, r.content_length, r.status_line, r.content_type].join(' ')";
-    world.evaluate(Phase::LogTransaction, rule, &mut verdict).unwrap();
-    assert_eq!(verdict.log, [(Level::Info, "404 512 404 Not Found text/html".to_owned())]);
+    world.evaluate(RulePhase::LogTransaction, rule, &mut verdict).unwrap();
+    assert_eq!(verdict.log, [(LogLevel::Info, "404 512 404 Not Found text/html".to_owned())]);
 }
 
 #[test]
@@ -250,5 +252,8 @@ fn lines_of_the_log_have_the_level_that_was_named() {
          Apache.log 'too few'",
     );
     let levels: Vec<_> = verdict.log.iter().map(|(level, _)| *level).collect();
-    assert_eq!(levels, [Level::Error, Level::Warning, Level::Notice, Level::Debug, Level::Warning]);
+    assert_eq!(
+        levels,
+        [LogLevel::Error, LogLevel::Warning, LogLevel::Notice, LogLevel::Debug, LogLevel::Warning]
+    );
 }

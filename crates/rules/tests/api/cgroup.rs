@@ -1,9 +1,9 @@
 //! `Cgroup`: what its objects answer, what they leave in the verdict, and what is logged and not raised.
 
-use nagaya_cmdb::cell::{
-    CellChange, CellName, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
+use nagaya_records::cell::{
+    CellChange, CellName, CellScope, CgroupController, CpuQuota, Device, IoLimit, LimitSet, NamedCell,
 };
-use nagaya_rules::{Level, Number, Verdict};
+use nagaya_rules::{LogLevel, NumberFact, Verdict};
 
 use crate::world::{World, warnings};
 
@@ -15,7 +15,7 @@ fn name(name: &str) -> CellName {
     CellName::parse(name).unwrap()
 }
 
-fn named(verdict: &Verdict) -> Vec<(&str, &[Controller], Option<&Limits>)> {
+fn named(verdict: &Verdict) -> Vec<(&str, &[CgroupController], Option<&LimitSet>)> {
     let cells = verdict.confinement.named.iter();
     cells.map(|cell| (cell.name.as_str(), cell.controllers.as_slice(), cell.limits.as_ref())).collect()
 }
@@ -23,8 +23,8 @@ fn named(verdict: &Verdict) -> Vec<(&str, &[Controller], Option<&Limits>)> {
 #[test]
 fn a_group_that_is_made_and_not_attached_is_a_change() {
     let verdict = world().decide("c = Cgroup::CPU.new('batch'); c.shares = 30; c.create");
-    let limits = Limits { cpu_shares: Some(30), ..Limits::default() };
-    let set = CellChange::Set { name: name("batch"), controllers: vec![Controller::Cpu], limits };
+    let limits = LimitSet { cpu_shares: Some(30), ..LimitSet::default() };
+    let set = CellChange::Set { name: name("batch"), controllers: vec![CgroupController::Cpu], limits };
     assert_eq!(verdict.changes, [set]);
     assert_eq!(named(&verdict), []);
 }
@@ -38,22 +38,22 @@ fn attach_takes_the_limits_that_were_saved_and_no_others() {
          c.shares = 40
          c.attach",
     );
-    let limits = Limits { cpu_shares: Some(30), ..Limits::default() };
-    assert_eq!(named(&verdict), [("batch", &[Controller::Cpu][..], Some(&limits))]);
+    let limits = LimitSet { cpu_shares: Some(30), ..LimitSet::default() };
+    assert_eq!(named(&verdict), [("batch", &[CgroupController::Cpu][..], Some(&limits))]);
     assert_eq!(verdict.changes, []);
 }
 
 #[test]
 fn a_group_that_was_not_saved_is_joined_as_it_is() {
     let verdict = world().decide("Cgroup::BLKIO.new('batch').attach");
-    assert_eq!(named(&verdict), [("batch", &[Controller::Blkio][..], None)]);
+    assert_eq!(named(&verdict), [("batch", &[CgroupController::Blkio][..], None)]);
 }
 
 #[test]
 fn saving_after_attaching_holds_for_the_request_too() {
     let verdict = world().decide("c = Cgroup::CPU.new('batch'); c.attach; c.shares = 9; c.modify; c.attach");
-    let limits = Limits { cpu_shares: Some(9), ..Limits::default() };
-    assert_eq!(named(&verdict), [("batch", &[Controller::Cpu][..], Some(&limits))]);
+    let limits = LimitSet { cpu_shares: Some(9), ..LimitSet::default() };
+    assert_eq!(named(&verdict), [("batch", &[CgroupController::Cpu][..], Some(&limits))]);
     assert_eq!(verdict.changes, []);
 }
 
@@ -66,7 +66,10 @@ fn the_last_group_of_a_controller_is_the_one() {
     );
     let mut cells = named(&verdict);
     cells.sort_by_key(|(name, _, _)| *name);
-    assert_eq!(cells, [("a", &[Controller::Blkio][..], None), ("b", &[Controller::Cpu][..], None)]);
+    assert_eq!(
+        cells,
+        [("a", &[CgroupController::Blkio][..], None), ("b", &[CgroupController::Cpu][..], None)]
+    );
 }
 
 #[test]
@@ -94,7 +97,7 @@ fn a_request_can_leave_its_groups_again() {
 fn delete_drops_the_group_and_what_was_to_be_set() {
     for delete in ["delete", "close"] {
         let verdict = world().decide(&format!("c = Cgroup::PIDS.new('a'); c.max = 5; c.create; c.{delete}"));
-        let drop = CellChange::Drop { name: name("a"), controllers: vec![Controller::Pids] };
+        let drop = CellChange::Drop { name: name("a"), controllers: vec![CgroupController::Pids] };
         assert_eq!(verdict.changes, [drop], "{delete}");
     }
 }
@@ -117,7 +120,7 @@ fn methods_give_back_the_object_and_setters_their_value() {
 
 #[test]
 fn a_group_exists_if_any_controller_has_it_or_this_rule_made_it() {
-    let world = world().cell(Controller::Memory, "there", "", "");
+    let world = world().cell(CgroupController::Memory, "there", "", "");
     assert_eq!(world.value("Cgroup::CPU.new('there').exist?"), "true");
     assert_eq!(world.value("Cgroup::CPU.new('not').exist?"), "false");
     assert_eq!(world.value("c = Cgroup::CPU.new('new'); c.create; c.exist?"), "true");
@@ -129,11 +132,11 @@ fn a_group_exists_if_any_controller_has_it_or_this_rule_made_it() {
 #[test]
 fn values_are_read_back_or_come_from_the_group_or_are_nil() {
     let world = world()
-        .cell(Controller::Cpu, "a", "cpu.shares", "512\n")
-        .cell(Controller::Cpu, "a", "cpu.stat", "nr_periods 1")
-        .cell(Controller::Cpuset, "a", "cpuset.cpus", "")
-        .cell(Controller::Cpuacct, "a", "cpuacct.usage", "123456789")
-        .cell(Controller::Pids, "a", "pids.current", "3");
+        .cell(CgroupController::Cpu, "a", "cpu.shares", "512\n")
+        .cell(CgroupController::Cpu, "a", "cpu.stat", "nr_periods 1")
+        .cell(CgroupController::Cpuset, "a", "cpuset.cpus", "")
+        .cell(CgroupController::Cpuacct, "a", "cpuacct.usage", "123456789")
+        .cell(CgroupController::Pids, "a", "pids.current", "3");
     for (expression, value) in [
         ("Cgroup::CPU.new('a').shares", "512"),
         ("Cgroup::CPU.new('b').shares", "nil"),
@@ -180,15 +183,15 @@ fn every_kind_of_limit_reaches_the_verdict() {
          pids.create
          [cpu, set, io, memory, pids].each { |group| group.attach }",
     );
-    let mut limits = Limits::default();
+    let mut limits = LimitSet::default();
     for cell in &verdict.confinement.named {
-        assert_eq!((cell.scope, cell.controllers.len()), (Scope::Node, 1));
+        assert_eq!((cell.scope, cell.controllers.len()), (CellScope::Node, 1));
         limits = limits.overlaid(cell.limits.as_ref().unwrap());
     }
     let disk = Device::Number { major: 254, minor: 0 };
     let root = IoLimit { read_bps: Some(1000), write_iops: Some(40), ..IoLimit::of(Device::Root) };
     let other = IoLimit { write_bps: Some(2000), read_iops: Some(30), ..IoLimit::of(disk) };
-    let expected = Limits {
+    let expected = LimitSet {
         // The same share in the shorter period.
         cpu: Some(CpuQuota { quota_us: 5_000, period_us: 10_000 }),
         cpu_shares: None,
@@ -221,7 +224,7 @@ fn quotas_are_the_share_that_was_written() {
 }
 
 #[test]
-fn what_cannot_be_set_is_logged_and_the_rule_goes_on() {
+fn refused_cell_setting_is_logged_and_the_rule_goes_on() {
     for (rule, logged) in [
         ("Cgroup::CPU.new('a/b').create", "'a/b' is not the name of a cell"),
         ("Cgroup::CPU.new('../a').attach", "'../a' is not the name of a cell"),
@@ -261,7 +264,7 @@ fn what_cannot_be_set_is_logged_and_the_rule_goes_on() {
 #[test]
 fn the_same_complaint_is_not_logged_with_every_request() {
     let logged = |at_s: i64| {
-        let world = world().number(Number::ArrivedUs, at_s * 1_000_000);
+        let world = world().number(NumberFact::ArrivedUs, at_s * 1_000_000);
         world.decide("Cgroup::CPU.new('x/y').attach").log.len()
     };
     assert_eq!([logged(1), logged(2), logged(60), logged(61)], [1, 0, 0, 1]);
@@ -272,7 +275,7 @@ fn a_name_that_cannot_be_decides_nothing() {
     let verdict =
         world().decide("c = Cgroup::CPU.new('a/../../b'); c.shares = 5; c.create; c.attach; c.delete");
     assert_eq!((verdict.confinement.named.len(), verdict.changes.len(), verdict.log.len()), (0, 0, 1));
-    assert_eq!(verdict.log[0].0, Level::Warning);
+    assert_eq!(verdict.log[0].0, LogLevel::Warning);
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! `Nginx`: what rules of ngx_mruby read, set and answer.
 
-use nagaya_rules::{Answer, HeaderAction, Level, Text};
+use nagaya_rules::{HeaderAction, LogLevel, RuleResponse, TextFact};
 
 use crate::world::World;
 
 fn world() -> World {
-    World::get("http://www.example.com/cgi/a.cgi?x=1&y=2").text(Text::Authority, "www.example.com:8080")
+    World::get("http://www.example.com/cgi/a.cgi?x=1&y=2").text(TextFact::Authority, "www.example.com:8080")
 }
 
 #[test]
@@ -44,7 +44,10 @@ fn a_request_is_read_as_in_nginx() {
 #[test]
 fn a_status_above_0_answers_and_others_go_on() {
     let verdict = world().decide("Nginx.echo 'busy'; Nginx.return Nginx::HTTP_TOO_MANY_REQUESTS");
-    assert_eq!(verdict.answer, Some(Answer { status: 429, body: b"busy\n".to_vec(), ..Answer::default() }));
+    assert_eq!(
+        verdict.answer,
+        Some(RuleResponse { status: 429, body: b"busy\n".to_vec(), ..RuleResponse::default() })
+    );
     for rule in
         ["Nginx.return Nginx::DECLINED", "Nginx.status_code = 0", "Nginx.return 403; Nginx.send_header -1"]
     {
@@ -87,5 +90,5 @@ fn header_fields_are_set_and_deleted() {
 fn levels_of_the_log_are_nginxs() {
     let verdict = world().decide("Nginx.log Nginx::LOG_ERR, 'a'; Nginx.errlogger Nginx::LOG_DEBUG, 'b'");
     let levels: Vec<_> = verdict.log.iter().map(|(level, _)| *level).collect();
-    assert_eq!(levels, [Level::Error, Level::Debug]);
+    assert_eq!(levels, [LogLevel::Error, LogLevel::Debug]);
 }

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use nagaya_cmdb::cell::{CpuQuota, Device, IoLimit, Limits, Scope};
-use nagaya_rules::{LaneRun, Number, Phase, Verdict};
+use nagaya_records::cell::{CellScope, CpuQuota, Device, IoLimit, LimitSet};
+use nagaya_rules::{LaneRun, NumberFact, RulePhase, Verdict};
 
 use crate::world::{Field, World};
 
@@ -17,13 +17,13 @@ fn recipe(heading: &str) -> String {
     code.split_once("```").expect("the Ruby ends").0.to_owned()
 }
 
-fn cpu(thousandths: u32) -> Limits {
-    Limits { cpu: Some(CpuQuota::of_core(thousandths)), ..Limits::default() }
+fn cpu(thousandths: u32) -> LimitSet {
+    LimitSet { cpu: Some(CpuQuota::of_core(thousandths)), ..LimitSet::default() }
 }
 
-fn with_disk(limits: Limits, read: Option<u64>, write: Option<u64>) -> Limits {
+fn with_disk(limits: LimitSet, read: Option<u64>, write: Option<u64>) -> LimitSet {
     let io = IoLimit { read_bps: read, write_bps: write, ..IoLimit::of(Device::Root) };
-    Limits { io: vec![io], ..limits }
+    LimitSet { io: vec![io], ..limits }
 }
 
 const M: u64 = 1 << 20;
@@ -42,7 +42,7 @@ fn each_few_at_once_and_all_together_are_bounded() {
     let verdict = World::get("http://a/report.cgi").decide(&rule);
     assert_eq!(verdict.confinement.limits, cpu(200));
     let [cell] = &verdict.confinement.named[..] else { panic!("{verdict:?}") };
-    assert_eq!((cell.scope, cell.limits.as_ref()), (Scope::Tenant, Some(&cpu(500))));
+    assert_eq!((cell.scope, cell.limits.as_ref()), (CellScope::Tenant, Some(&cpu(500))));
     assert_eq!(verdict.lane.unwrap().run, LaneRun::Fixed(5));
     assert!(World::get("http://a/index.html").decide(&rule).is_silent());
 }
@@ -64,9 +64,9 @@ fn a_busy_machine_slows_what_takes_long() {
 fn method_and_user_make_a_difference() {
     let rule = recipe("By method and user");
     let get = World::get("http://a/").decide(&rule);
-    assert_eq!(get.confinement.limits, with_disk(Limits::default(), Some(20 * M), None));
+    assert_eq!(get.confinement.limits, with_disk(LimitSet::default(), Some(20 * M), None));
     let post = World::request("POST", "http://a/").decide(&rule);
-    let limits = Limits { processes: Some(32), ..with_disk(Limits::default(), None, Some(2 * M)) };
+    let limits = LimitSet { processes: Some(32), ..with_disk(LimitSet::default(), None, Some(2 * M)) };
     assert_eq!(post.confinement.limits, limits);
     // "editor:" in base64.
     let editor = World::request("POST", "http://a/").header("Authorization", "Basic ZWRpdG9yOg==");
@@ -92,7 +92,7 @@ fn days_and_nights_differ() {
     let at = |hour: i64| {
         let seconds = 1_768_478_400 + (hour * 60 - minute) * 60;
         World::get("http://a/")
-            .number(Number::ArrivedUs, seconds * 1_000_000)
+            .number(NumberFact::ArrivedUs, seconds * 1_000_000)
             .decide(&rule)
             .confinement
             .limits
@@ -103,11 +103,11 @@ fn days_and_nights_differ() {
 }
 
 #[test]
-fn who_pays_is_faster() {
+fn paying_visitor_is_faster() {
     let rule = recipe("Faster for who pays");
     let verdict = World::get("http://a/checkout/pay").decide(&rule);
     assert_eq!(verdict.confinement.boost.cpu, cpu(2000).cpu);
-    assert_eq!(verdict.confinement.limits, Limits::default());
+    assert_eq!(verdict.confinement.limits, LimitSet::default());
     assert!(World::get("http://a/").decide(&rule).is_silent());
 }
 
@@ -120,7 +120,7 @@ fn the_page_has_no_ruby_that_does_not_run() {
     assert!(blocks.len() >= 7, "{}", blocks.len());
     for block in blocks {
         World::request("POST", "http://www.example.com/cgi/cpu.cgi")
-            .evaluate(Phase::AccessChecker, block, &mut Verdict::default())
+            .evaluate(RulePhase::AccessChecker, block, &mut Verdict::default())
             .unwrap_or_else(|fault| panic!("{fault}\n{block}"));
     }
 }

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use nagaya_cmdb::cell::{
-    Boost, CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope, Usage,
+use nagaya_records::cell::{
+    Boost, CellName, CellScope, CgroupController, CpuQuota, Demotion, Device, IoLimit, LimitSet, NamedCell,
+    RequestUsage,
 };
-use nagaya_rules::{Answer, Lane, LaneRun, Level, Number, Phase, Text, Verdict};
+use nagaya_rules::{LaneRun, LogLevel, NumberFact, RuleLane, RulePhase, RuleResponse, TextFact, Verdict};
 
 use crate::world::{Field, World};
 
@@ -13,23 +14,23 @@ fn world() -> World {
     World::get("http://www.example.com/cgi/a.cgi?x=1")
 }
 
-fn limits(rule: &str) -> Limits {
+fn limits(rule: &str) -> LimitSet {
     world().decide(rule).confinement.limits.clone()
 }
 
-fn root(limit: impl FnOnce(&mut IoLimit)) -> Limits {
+fn root(limit: impl FnOnce(&mut IoLimit)) -> LimitSet {
     let mut io = IoLimit::of(Device::Root);
     limit(&mut io);
-    Limits { io: vec![io], ..Limits::default() }
+    LimitSet { io: vec![io], ..LimitSet::default() }
 }
 
 #[test]
 fn each_limit_is_read_with_its_unit() {
-    let cpu = |thousandths| Limits { cpu: Some(CpuQuota::of_core(thousandths)), ..Limits::default() };
+    let cpu = |thousandths| LimitSet { cpu: Some(CpuQuota::of_core(thousandths)), ..LimitSet::default() };
     assert_eq!(limits("limit cpu: \"20%\""), cpu(200));
     assert_eq!(limits("limit cpu: \"12.5%\""), cpu(125));
     assert_eq!(limits("limit \"cpu\" => \"150%\""), cpu(1500));
-    assert_eq!(limits("limit cpu_shares: 512"), Limits { cpu_shares: Some(512), ..Limits::default() });
+    assert_eq!(limits("limit cpu_shares: 512"), LimitSet { cpu_shares: Some(512), ..LimitSet::default() });
     assert_eq!(limits("limit read: \"5M\""), root(|io| io.read_bps = Some(5 << 20)));
     assert_eq!(
         limits("limit write: \"512K\", write_iops: 100"),
@@ -45,8 +46,11 @@ fn each_limit_is_read_with_its_unit() {
             io.read_iops = Some(7);
         })
     );
-    assert_eq!(limits("limit processes: 64"), Limits { processes: Some(64), ..Limits::default() });
-    assert_eq!(limits("limit cpus: \"0-1,3\""), Limits { cpus: Some("0-1,3".into()), ..Limits::default() });
+    assert_eq!(limits("limit processes: 64"), LimitSet { processes: Some(64), ..LimitSet::default() });
+    assert_eq!(
+        limits("limit cpus: \"0-1,3\""),
+        LimitSet { cpus: Some("0-1,3".into()), ..LimitSet::default() }
+    );
     let disk = Device::Number { major: 254, minor: 0 };
     let other = IoLimit { write_bps: Some(1 << 30), ..IoLimit::of(disk) };
     assert_eq!(limits("limit write: \"1G\", device: \"254:0\"").io, [other]);
@@ -55,7 +59,7 @@ fn each_limit_is_read_with_its_unit() {
 #[test]
 fn later_lines_add_to_earlier_ones_and_replace_what_they_name() {
     let both = limits("limit cpu: \"20%\", write: \"5M\"\nlimit cpu: \"10%\", processes: 3");
-    let expected = Limits {
+    let expected = LimitSet {
         cpu: Some(CpuQuota::of_core(100)),
         processes: Some(3),
         ..root(|io| io.write_bps = Some(5 << 20))
@@ -129,23 +133,23 @@ fn a_cell_is_the_tenants_unless_it_says_otherwise() {
     };
     let expected = NamedCell {
         name: CellName::parse("batch").unwrap(),
-        scope: Scope::Tenant,
-        controllers: Controller::ALL.to_vec(),
-        limits: Some(Limits {
+        scope: CellScope::Tenant,
+        controllers: CgroupController::ALL.to_vec(),
+        limits: Some(LimitSet {
             cpu: Some(CpuQuota::of_core(500)),
             memory: Some(512 << 20),
-            ..Limits::default()
+            ..LimitSet::default()
         }),
     };
     assert_eq!(cell("cell \"batch\", cpu: \"50%\", memory: \"512M\""), expected);
     assert_eq!(cell("cell :batch, cpu: \"50%\", memory: \"512M\", of: :tenant"), expected);
-    assert_eq!(cell("cell \"batch\", cpu: \"50%\", of: :node").scope, Scope::Node);
+    assert_eq!(cell("cell \"batch\", cpu: \"50%\", of: :node").scope, CellScope::Node);
     assert_eq!(cell("cell \"batch\"").limits, None);
 }
 
 #[test]
 fn a_lane_lets_so_many_run() {
-    let lane = |run| Lane { name: "reports".into(), run, wait: None, tickets: true };
+    let lane = |run| RuleLane { name: "reports".into(), run, wait: None, tickets: true };
     let verdict = world().decide("lane \"reports\", run: 5");
     assert_eq!(verdict.lane, Some(lane(LaneRun::Fixed(5))));
     for auto in ["\"auto\"", ":auto"] {
@@ -154,7 +158,7 @@ fn a_lane_lets_so_many_run() {
     }
     let verdict = world().decide("lane \"reports\", run: 5, wait: \"90s\", tickets: false");
     let wait = Some(Duration::from_secs(90));
-    assert_eq!(verdict.lane, Some(Lane { wait, tickets: false, ..lane(LaneRun::Fixed(5)) }));
+    assert_eq!(verdict.lane, Some(RuleLane { wait, tickets: false, ..lane(LaneRun::Fixed(5)) }));
     for (wrong, said) in [
         ("lane \"reports\"", "run: is how many"),
         ("lane \"reports\", run: 0", "run: is how many"),
@@ -180,8 +184,8 @@ fn demotions_are_steps_in_rising_order() {
     let verdict = world()
         .decide("demote after: \"2s\", cpu: \"5%\"\ndemote after: \"500ms\", cpu: \"10%\", write: \"1M\"");
     let cpu = |thousandths| Some(CpuQuota::of_core(thousandths));
-    let early = Limits { cpu: cpu(100), ..root(|io| io.write_bps = Some(1 << 20)) };
-    let late = Limits { cpu: cpu(50), ..Limits::default() };
+    let early = LimitSet { cpu: cpu(100), ..root(|io| io.write_bps = Some(1 << 20)) };
+    let late = LimitSet { cpu: cpu(50), ..LimitSet::default() };
     let steps = [
         Demotion { after_cpu_us: 500_000, limits: early },
         Demotion { after_cpu_us: 2_000_000, limits: late },
@@ -192,14 +196,14 @@ fn demotions_are_steps_in_rising_order() {
 }
 
 #[test]
-fn a_boost_is_apart_from_limits_and_the_last_of_each_word_counts() {
+fn a_boost_is_apart_from_limits_and_the_last_word_counts() {
     let verdict = world().decide(
         "limit cpu: \"20%\"\nboost cpu: \"200%\", cpu_shares: 4096\nboost nil\nboost cpu: \"150%\"\nboost cpu: nil",
     );
     let cpu = |thousandths| Some(CpuQuota::of_core(thousandths));
     assert_eq!(verdict.confinement.boost, Boost { cpu: cpu(1_500), cpu_shares: Some(4096) });
     assert_eq!(verdict.confinement.limits.cpu, cpu(200));
-    assert!(verdict.has(nagaya_rules::Topic::Boost));
+    assert!(verdict.has(nagaya_rules::VerdictTopic::Boost));
     assert!(world().decide("boost nil").is_silent());
 }
 
@@ -208,7 +212,7 @@ fn an_answer_is_given_instead_of_the_sites() {
     let verdict = world().decide("answer 403, \"Not here.\\n\"");
     assert_eq!(
         verdict.answer,
-        Some(Answer { status: 403, body: b"Not here.\n".to_vec(), ..Answer::default() })
+        Some(RuleResponse { status: 403, body: b"Not here.\n".to_vec(), ..RuleResponse::default() })
     );
     assert_eq!(world().decide("answer 503").answer.unwrap().status, 503);
     let redirect = world().decide("redirect \"https://example.org/\", 308").answer.unwrap();
@@ -218,9 +222,11 @@ fn an_answer_is_given_instead_of_the_sites() {
 
 #[test]
 fn a_request_is_read() {
-    let lane = world().number(Number::SiteRunning, 4).number(Number::SiteWaiting, 9);
-    let world =
-        lane.number(Number::SiteWaitMs, 1_500).header("User-Agent", "curl").number(Number::ContentLength, 9);
+    let lane = world().number(NumberFact::SiteRunning, 4).number(NumberFact::SiteWaiting, 9);
+    let world = lane
+        .number(NumberFact::SiteWaitMs, 1_500)
+        .header("User-Agent", "curl")
+        .number(NumberFact::ContentLength, 9);
     for (expression, value) in [
         ("request.host", "\"www.example.com\""),
         ("request.path", "\"/cgi/a.cgi\""),
@@ -297,7 +303,7 @@ fn the_time_is_when_the_request_arrived() {
     let minute: i64 = world().value("now.hour * 60 + now.min").parse().unwrap();
     let at = |hour: i64| {
         let seconds = 1_768_478_400 + (hour * 60 - minute) * 60;
-        world().number(Number::ArrivedUs, seconds * 1_000_000)
+        world().number(NumberFact::ArrivedUs, seconds * 1_000_000)
     };
     for (hour, night, office) in
         [(23, true, false), (3, true, false), (6, false, false), (9, false, true), (22, true, false)]
@@ -309,11 +315,11 @@ fn the_time_is_when_the_request_arrived() {
 
 #[test]
 fn when_the_request_has_ended_it_is_too_late_to_limit_it() {
-    let mut world = world().number(Number::Status, 200);
-    world.usage = Some(Usage { cpu_us: 12_345, ..Usage::default() });
+    let mut world = world().number(NumberFact::Status, 200);
+    world.usage = Some(RequestUsage { cpu_us: 12_345, ..RequestUsage::default() });
     let verdict =
-        world.decide_in(Phase::LogTransaction, "log \"#{request.status} after #{request.cpu_ms} ms\"");
-    assert_eq!(verdict.log, [(Level::Notice, "200 after 12 ms".to_owned())]);
+        world.decide_in(RulePhase::LogTransaction, "log \"#{request.status} after #{request.cpu_ms} ms\"");
+    assert_eq!(verdict.log, [(LogLevel::Notice, "200 after 12 ms".to_owned())]);
     for rule in [
         "limit cpu: \"5%\"",
         "cell \"a\"",
@@ -322,7 +328,7 @@ fn when_the_request_has_ended_it_is_too_late_to_limit_it() {
         "boost cpu: \"200%\"",
         "answer 403",
     ] {
-        let fault = world.evaluate(Phase::LogTransaction, rule, &mut Verdict::default()).unwrap_err();
+        let fault = world.evaluate(RulePhase::LogTransaction, rule, &mut Verdict::default()).unwrap_err();
         assert!(fault.message.contains("comes too late"), "{fault}");
     }
 }
@@ -330,7 +336,7 @@ fn when_the_request_has_ended_it_is_too_late_to_limit_it() {
 #[test]
 fn a_host_that_is_not_named_has_no_settings() {
     let mut world = world();
-    world.texts.retain(|(text, _)| *text != Text::Hostname);
+    world.texts.retain(|(text, _)| *text != TextFact::Hostname);
     assert!(world.decide("limit KVS[request.host]").is_silent());
 }
 

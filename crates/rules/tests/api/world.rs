@@ -8,9 +8,10 @@ use std::path::Path;
 
 use std::rc::Rc;
 
-use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use nagaya_records::cell::{CellName, CgroupController, RequestUsage};
 use nagaya_rules::{
-    Budget, Engine, Facts, Level, Number, OnError, Phase, RuleFault, RuleFile, RuleSet, Scalar, Text, Verdict,
+    Engine, FactSource, LogLevel, NumberFact, OnError, RuleBudget, RuleFault, RuleFile, RulePhase, RuleSet,
+    ScalarValue, TextFact, Verdict,
 };
 
 /// What a field of a setting can be, as a test writes it.
@@ -24,15 +25,15 @@ pub enum Field {
 
 #[derive(Default)]
 pub struct World {
-    pub texts: Vec<(Text, String)>,
-    pub numbers: Vec<(Number, i64)>,
+    pub texts: Vec<(TextFact, String)>,
+    pub numbers: Vec<(NumberFact, i64)>,
     pub headers_in: Vec<(String, String)>,
     pub headers_out: Vec<(String, String)>,
     /// A setting's fields; one without a name is a plain value.
     pub settings: BTreeMap<String, Vec<(Option<&'static str>, Field)>>,
     /// What named cells have, by v1 name.
-    pub cells: Vec<(Controller, &'static str, &'static str, &'static str)>,
-    pub usage: Option<Usage>,
+    pub cells: Vec<(CgroupController, &'static str, &'static str, &'static str)>,
+    pub usage: Option<RequestUsage>,
     pub load: [f64; 3],
     pub env: Vec<(&'static str, &'static str)>,
     /// The site's application rests.
@@ -51,39 +52,39 @@ impl World {
         let (path, query) =
             target.split_once('?').map_or((target, None), |(path, query)| (path, Some(query)));
         let mut world = Self::default()
-            .text(Text::Method, method)
-            .text(Text::Scheme, scheme)
-            .text(Text::Hostname, host)
-            .text(Text::Authority, host)
-            .text(Text::RawTarget, target)
-            .text(Text::Path, path)
-            .text(Text::Protocol, "HTTP/1.1")
-            .text(Text::DocumentRoot, "/home/demo/www")
-            .text(Text::Filename, &format!("/home/demo/www{path}"))
-            .text(Text::ClientIp, "192.0.2.7")
-            .text(Text::LocalIp, "198.51.100.1")
-            .text(Text::Site, "wiki")
-            .text(Text::Tenant, "demo")
-            .text(Text::RequestId, "0123456789abcdef")
-            .text(Text::Node, "n1")
-            .number(Number::ClientPort, 40_000)
-            .number(Number::LocalPort, 80)
-            .number(Number::Keepalives, 2)
-            .number(Number::ArrivedUs, 1_768_478_400_000_000)
-            .number(Number::Running, 17);
+            .text(TextFact::Method, method)
+            .text(TextFact::Scheme, scheme)
+            .text(TextFact::Hostname, host)
+            .text(TextFact::Authority, host)
+            .text(TextFact::RawTarget, target)
+            .text(TextFact::Path, path)
+            .text(TextFact::Protocol, "HTTP/1.1")
+            .text(TextFact::DocumentRoot, "/home/demo/www")
+            .text(TextFact::Filename, &format!("/home/demo/www{path}"))
+            .text(TextFact::ClientIp, "192.0.2.7")
+            .text(TextFact::LocalIp, "198.51.100.1")
+            .text(TextFact::Site, "wiki")
+            .text(TextFact::Tenant, "demo")
+            .text(TextFact::RequestId, "0123456789abcdef")
+            .text(TextFact::Node, "n1")
+            .number(NumberFact::ClientPort, 40_000)
+            .number(NumberFact::LocalPort, 80)
+            .number(NumberFact::Keepalives, 2)
+            .number(NumberFact::ArrivedUs, 1_768_478_400_000_000)
+            .number(NumberFact::Running, 17);
         if let Some(query) = query {
-            world = world.text(Text::Query, query);
+            world = world.text(TextFact::Query, query);
         }
         world
     }
 
-    pub fn text(mut self, text: Text, value: &str) -> Self {
+    pub fn text(mut self, text: TextFact, value: &str) -> Self {
         self.texts.retain(|(have, _)| *have != text);
         self.texts.push((text, value.to_owned()));
         self
     }
 
-    pub fn number(mut self, number: Number, value: i64) -> Self {
+    pub fn number(mut self, number: NumberFact, value: i64) -> Self {
         self.numbers.retain(|(have, _)| *have != number);
         self.numbers.push((number, value));
         self
@@ -101,7 +102,7 @@ impl World {
 
     pub fn cell(
         mut self,
-        controller: Controller,
+        controller: CgroupController,
         name: &'static str,
         key: &'static str,
         value: &'static str,
@@ -113,11 +114,11 @@ impl World {
     /// The verdict of a rule that must not fail, in `access_checker`.
     #[track_caller]
     pub fn decide(&self, rule: &str) -> Verdict {
-        self.decide_in(Phase::AccessChecker, rule)
+        self.decide_in(RulePhase::AccessChecker, rule)
     }
 
     #[track_caller]
-    pub fn decide_in(&self, phase: Phase, rule: &str) -> Verdict {
+    pub fn decide_in(&self, phase: RulePhase, rule: &str) -> Verdict {
         let mut verdict = Verdict::default();
         if let Err(fault) = self.evaluate(phase, rule, &mut verdict) {
             panic!("{fault}");
@@ -129,23 +130,28 @@ impl World {
     #[track_caller]
     pub fn fault(&self, rule: &str) -> RuleFault {
         let mut verdict = Verdict::default();
-        let Err(fault) = self.evaluate(Phase::AccessChecker, rule, &mut verdict) else {
+        let Err(fault) = self.evaluate(RulePhase::AccessChecker, rule, &mut verdict) else {
             panic!("no fault: {rule}");
         };
         assert!(verdict.spoke.is_empty() && verdict.answer.is_none(), "it decided something: {verdict:?}");
         fault
     }
 
-    pub fn evaluate(&self, phase: Phase, rule: &str, verdict: &mut Verdict) -> Result<(), RuleFault> {
+    pub fn evaluate(&self, phase: RulePhase, rule: &str, verdict: &mut Verdict) -> Result<(), RuleFault> {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("rule.rb");
         std::fs::write(&path, rule).expect("the file can be written");
         self.evaluate_file(phase, &path, verdict)
     }
 
-    pub fn evaluate_file(&self, phase: Phase, path: &Path, verdict: &mut Verdict) -> Result<(), RuleFault> {
+    pub fn evaluate_file(
+        &self,
+        phase: RulePhase,
+        path: &Path,
+        verdict: &mut Verdict,
+    ) -> Result<(), RuleFault> {
         let file = RuleFile { phase, path: path.to_owned(), cache: true, on_error: OnError::Refuse };
-        let rules = RuleSet::new(vec![file], Budget::default());
+        let rules = RuleSet::new(vec![file], RuleBudget::default());
         let mut shared = Rc::new(std::mem::take(verdict));
         let outcome = Engine::new(rules).evaluate(phase, self, &mut shared);
         *verdict = Rc::unwrap_or_clone(shared);
@@ -168,15 +174,20 @@ impl World {
 
 /// The texts of warnings.
 pub fn warnings(verdict: &Verdict) -> Vec<&str> {
-    verdict.log.iter().filter(|(level, _)| *level == Level::Warning).map(|(_, text)| text.as_str()).collect()
+    verdict
+        .log
+        .iter()
+        .filter(|(level, _)| *level == LogLevel::Warning)
+        .map(|(_, text)| text.as_str())
+        .collect()
 }
 
-impl Facts for World {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+impl FactSource for World {
+    fn text(&self, text: TextFact) -> Option<Cow<'_, str>> {
         self.texts.iter().find(|(have, _)| *have == text).map(|(_, value)| value.as_str().into())
     }
 
-    fn number(&self, number: Number) -> Option<i64> {
+    fn number(&self, number: NumberFact) -> Option<i64> {
         self.numbers.iter().find(|(have, _)| *have == number).map(|(_, value)| *value)
     }
 
@@ -196,36 +207,37 @@ impl Facts for World {
         self.headers_out.iter().for_each(|(name, value)| each(name, value));
     }
 
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, ScalarValue<'_>)) -> bool {
         let Some(fields) = self.settings.get(key) else {
             return false;
         };
         for (name, field) in fields {
             let scalar = match field {
-                Field::Text(text) => Scalar::Text(text),
-                Field::Int(int) => Scalar::Int(*int),
-                Field::Float(float) => Scalar::Float(*float),
-                Field::Bool(bool) => Scalar::Bool(*bool),
+                Field::Text(text) => ScalarValue::Text(text),
+                Field::Int(int) => ScalarValue::Int(*int),
+                Field::Float(float) => ScalarValue::Float(*float),
+                Field::Bool(bool) => ScalarValue::Bool(*bool),
             };
             each(*name, scalar);
         }
         true
     }
 
-    fn cell_exists(&self, controller: Controller, name: &CellName) -> bool {
+    fn cell_exists(&self, controller: CgroupController, name: &CellName) -> bool {
         self.cells.iter().any(|(of, have, _, _)| *of == controller && *have == name.as_str())
     }
 
-    fn cell_value(&self, controller: Controller, name: &CellName, key: &str) -> Option<String> {
-        let is_it =
-            |of: Controller, have: &str, what: &str| of == controller && have == name.as_str() && what == key;
+    fn cell_value(&self, controller: CgroupController, name: &CellName, key: &str) -> Option<String> {
+        let is_it = |of: CgroupController, have: &str, what: &str| {
+            of == controller && have == name.as_str() && what == key
+        };
         self.cells
             .iter()
             .find(|(of, have, what, _)| is_it(*of, have, what))
             .map(|(_, _, _, value)| (*value).to_owned())
     }
 
-    fn usage(&self) -> Option<Usage> {
+    fn usage(&self) -> Option<RequestUsage> {
         self.usage
     }
 
@@ -246,7 +258,7 @@ impl Facts for World {
     }
 
     fn is_tls(&self) -> bool {
-        self.text(Text::Scheme).as_deref() == Some("https")
+        self.text(TextFact::Scheme).as_deref() == Some("https")
     }
 
     fn site_rests(&self) -> bool {

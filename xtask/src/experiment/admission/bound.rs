@@ -1,4 +1,5 @@
-//! `admission-bound`: paper 002's fourth: how many run at once. Fixed numbers as in the paper, and the bound that adapts.
+//! `admission-bound`, the fourth experiment of paper 002: how many requests should run at once. It
+//! compares fixed numbers as in the paper with the adaptive bound.
 //!
 //! Not here: the other experiments.
 
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use super::crowd::{self, failed, percentile, times_ms};
 use super::{HOST, PATIENT, lane, post, serve};
 use crate::clients::to_float;
-use crate::experiment::Setting;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
@@ -30,7 +31,7 @@ const GOALS: [Goal; 3] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-bound");
     let window = Duration::from_secs(if setting.quick { 12 } else { 60 });
     let mut failures = 0;

@@ -1,5 +1,5 @@
-//! `admission-correlation`: paper 002's first: does the server know how long its clients wait? Beside nagaya an Apache whose line is
-//! the kernel's, out of its sight.
+//! `admission-correlation`, the first experiment of paper 002: does the server know how long its
+//! clients wait? The peer is an Apache whose queue is the kernel's, out of its sight.
 //!
 //! Not here: the other experiments.
 
@@ -12,14 +12,14 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use super::crowd::{self, Post, Seen, failed, percentile, times_ms};
+use super::crowd::{self, SeenAnswer, SentPost, failed, percentile, times_ms};
 use super::{HOST, PATH, PATIENT, board, message, serve};
 use crate::clients::to_float;
-use crate::experiment::Setting;
+use crate::experiment::harness::ExperimentSetting;
 use crate::http::free_address;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::{Probe, Server, make_dir, words, write};
+use crate::server::{StartProbe, TestServer, make_dir, words, write};
 
 const CLIENTS: usize = 150;
 const RUN: u32 = 10;
@@ -35,7 +35,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-correlation");
     let window = Duration::from_secs(if setting.quick { 12 } else { 60 });
     let access = setting.dir().join("nagaya-access.log");
@@ -43,7 +43,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let record = json!({"max_concurrent": RUN, "admission": {"waiting": WAIT, "wait_seconds": 3600}});
     let (node, nagaya) = serve(setting, "nagaya", &tables, record)?;
     let (apache, apache_log) = apache(setting)?;
-    let post = |address: SocketAddr| Post {
+    let post = |address: SocketAddr| SentPost {
         address,
         host: HOST.into(),
         path: PATH.into(),
@@ -81,7 +81,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     finish(report, setting, failures)
 }
 
-fn finish(mut report: Report, setting: &Setting, failures: usize) -> Result<()> {
+fn finish(mut report: Report, setting: &ExperimentSetting, failures: usize) -> Result<()> {
     report.note("clients, run, wait, bytes", json!([CLIENTS, RUN, WAIT, BYTES]));
     report.note(
         "apache",
@@ -111,7 +111,7 @@ fn finish(mut report: Report, setting: &Setting, failures: usize) -> Result<()> 
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// Lines are written with some delay: reads until all are there, or no more come.
+/// Reads until all log lines are there, or no more come. They are written with some delay.
 fn settled(read: impl Fn() -> Result<HashMap<u64, f64>>, all: usize) -> Result<HashMap<u64, f64>> {
     const TRIES: u32 = 20;
     let mut known = read()?;
@@ -125,7 +125,7 @@ fn settled(read: impl Fn() -> Result<HashMap<u64, f64>>, all: usize) -> Result<H
     Ok(known)
 }
 
-/// Milliseconds by the number in the query.
+/// Returns milliseconds by the number in the query.
 fn of_nagaya(log: &str) -> HashMap<u64, f64> {
     let line = |line: &str| {
         let line: Value = serde_json::from_str(line).ok()?;
@@ -134,7 +134,7 @@ fn of_nagaya(log: &str) -> HashMap<u64, f64> {
     log.lines().filter_map(line).collect()
 }
 
-/// Lines of `%D %r`.
+/// Reads lines of `%D %r`.
 fn of_apache(log: &str) -> HashMap<u64, f64> {
     let line = |line: &str| {
         let (took_us, request) = line.split_once(' ')?;
@@ -147,12 +147,12 @@ fn number(target: &str) -> Option<u64> {
     target.rsplit_once("n=")?.1.parse().ok()
 }
 
-fn pairs(seen: &[Seen], known: &HashMap<u64, f64>) -> Vec<(f64, f64)> {
+fn pairs(seen: &[SeenAnswer], known: &HashMap<u64, f64>) -> Vec<(f64, f64)> {
     let answered = seen.iter().filter(|seen| seen.status == 200);
     answered.filter_map(|seen| Some((seen.took_ms, *known.get(&seen.number)?))).collect()
 }
 
-/// Pearson's.
+/// Returns Pearson's correlation.
 fn correlation(pairs: &[(f64, f64)]) -> f64 {
     let count = to_float(pairs.len());
     let (sum_a, sum_b) = pairs.iter().fold((0.0, 0.0), |(a, b), pair| (a + pair.0, b + pair.1));
@@ -164,8 +164,9 @@ fn correlation(pairs: &[(f64, f64)]) -> f64 {
     sums.0 / (sums.1 * sums.2).sqrt()
 }
 
-/// As the paper had it, as near as Apache 2.4 comes: ten at once, all others in the kernel's queue.
-fn apache(setting: &Setting) -> Result<(Server, PathBuf)> {
+/// Starts Apache as in the paper, as near as Apache 2.4 comes. Ten run at once, all others are in
+/// the kernel's queue.
+fn apache(setting: &ExperimentSetting) -> Result<(TestServer, PathBuf)> {
     let dir = make_dir(setting.dir(), "apache")?;
     let root = board(setting.dir(), "apache-board", www_data()?)?;
     let address = free_address()?;
@@ -173,8 +174,8 @@ fn apache(setting: &Setting) -> Result<(Server, PathBuf)> {
     let file = dir.join("apache2.conf");
     write(&file, &config(&dir, &root, address, &log))?;
     let command = words(&["apache2", "-DFOREGROUND", "-f", &file.to_string_lossy()]);
-    let probe = Probe { host: HOST.into(), path: PATH.into() };
-    Ok((Server::start("apache", &command, &dir, address, &probe)?, log))
+    let probe = StartProbe { host: HOST.into(), path: PATH.into() };
+    Ok((TestServer::start("apache", &command, &dir, address, &probe)?, log))
 }
 
 fn config(dir: &Path, root: &Path, address: SocketAddr, log: &Path) -> String {
@@ -207,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_grows_together_correlates() {
+    fn values_that_grow_together_correlate() {
         assert!((correlation(&[(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]) - 1.0).abs() < 1e-9);
         assert!((correlation(&[(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) + 1.0).abs() < 1e-9);
     }

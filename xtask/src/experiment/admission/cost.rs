@@ -1,8 +1,9 @@
-//! `admission-cost`: what the gate costs a request: a small static file, and a proxied answer.
+//! `admission-cost`: the cost of admission per request, for a small static file and a proxied
+//! response.
 //!
-//! A node without a gate cannot be had, so the gate's own time is measured, by the threads of this program with the node's code and as
-//! many at once as the node has, and set against the CPU time that a whole request costs the node. Not here: the other
-//! experiments.
+//! A node without admission does not exist. So its own time is measured in threads of this program,
+//! with the node's code and its number of threads. It is compared with the CPU time of a whole
+//! request on the node. Not here: the other experiments.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,27 +11,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use nagaya_admission::Class;
-use nagaya_base::Reckoning;
-use nagaya_edge::Options;
-use nagaya_edge::admission::{Lanes, Permit};
-use nagaya_edge::route::Route;
+use nagaya_admission::CostClass;
+use nagaya_base::AnchoredClock;
+use nagaya_edge::{EdgeConfig, LaneSet, Permit, SiteLane};
 use nagaya_telemetry::Gauge;
 use serde_json::json;
 
-use crate::experiment::{CONNECTIONS, Population, Setting};
-use crate::load::{self, Load, Target};
+use crate::content::population::SitePopulation;
+use crate::experiment::harness::{CONNECTIONS, ExperimentSetting};
+use crate::load::{self, LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server, nginx};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer, nginx};
 
 const THREADS: usize = 2;
 
-/// Requests between two looks at the clock.
+/// Requests between two reads of the clock.
 const BATCH: u64 = 10_000;
 
-/// What each of them is said to have taken.
+/// Assumed service time of each.
 const SERVICE: Duration = Duration::from_micros(20);
 
 const GOALS: [Goal; 2] = [
@@ -38,24 +38,24 @@ const GOALS: [Goal; 2] = [
     Goal { key: "ratio_proxy", bound: Bound::AtLeast(0.99), aim: 0.99 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-cost");
     let dir = setting.dir();
-    let population = Population::create(dir, 1)?;
+    let population = SitePopulation::create(dir, 1)?;
     let application = dir.join("application");
     std::fs::create_dir_all(&application).with_context(|| format!("creating {}", application.display()))?;
     let backend = nginx::backend(&dir.join("backend"), &application, "an answer of a hundred bytes or less")?;
     let server = nagaya(setting, &population, &backend)?;
-    let target = |host: &str, path: &str, bytes: u64| Target {
+    let target = |host: &str, path: &str, bytes: u64| LoadTarget {
         hosts: vec![host.into()],
         path: path.into(),
         body_bytes: bytes..=bytes,
     };
     let cases = [
-        ("static", target(&population.host(0), "/hello.txt", crate::experiment::HELLO.len() as u64)),
+        ("static", target(&population.host(0), "/hello.txt", crate::content::population::HELLO.len() as u64)),
         ("proxy", target("application.example", "/small", 36)),
     ];
-    let load = Load { connections: CONNECTIONS, ..setting.load() };
+    let load = LoadSettings { connections: CONNECTIONS, ..setting.load() };
     for round in 0..setting.rounds() {
         let gate = gate_us()?;
         report.sample(round, "gate", "nagaya", "us_per_request", gate);
@@ -88,10 +88,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// Microseconds of one thread for a request to enter and to leave, as the node's threads do it: all in one lane.
+/// Returns the microseconds of one thread for a request to enter and to leave. As in the node's
+/// threads, all are in one lane.
 fn gate_us() -> Result<f64> {
-    let options = Options::default();
-    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
+    let options = EdgeConfig::default();
+    let lanes = LaneSet::new(&options, Gauge::default(), AnchoredClock::of_wall());
     let tenant =
         serde_json::from_value(json!({"name": "people", "uid": 1000, "gid": 1000, "max_concurrent": 4096}));
     let site = serde_json::from_value(json!({
@@ -102,13 +103,13 @@ fn gate_us() -> Result<f64> {
     let stop = AtomicBool::new(false);
     let times: Vec<f64> = std::thread::scope(|scope| {
         let run = || {
-            let route = Rc::new(Route::new(Arc::clone(&site), Arc::clone(&tenant), Arc::clone(&lane)));
+            let route = Rc::new(SiteLane::new(Arc::clone(&site), Arc::clone(&tenant), Arc::clone(&lane)));
             // The first request of a thread finds the lane calm, and permits are lent to it.
             drop(lanes.enter_calm(&lane));
             let (begun, mut requests) = (Instant::now(), 0_u64);
             while !stop.load(Ordering::Relaxed) {
                 for _ in 0..BATCH {
-                    if let Some(mut permit) = Permit::of_site(&route, || Class(1)) {
+                    if let Some(mut permit) = Permit::of_site(&route, || CostClass(1)) {
                         permit.ended(SERVICE, true);
                         requests += 1;
                     }
@@ -124,9 +125,13 @@ fn gate_us() -> Result<f64> {
     Ok(times.iter().sum::<f64>() / times.len() as f64)
 }
 
-fn nagaya(setting: &Setting, population: &Population, backend: &Server) -> Result<Server> {
+fn nagaya(
+    setting: &ExperimentSetting,
+    population: &SitePopulation,
+    backend: &TestServer,
+) -> Result<TestServer> {
     use std::io::Write as _;
-    let node = Node::create(&setting.program, setting.dir(), "nagaya", Settings::default())?;
+    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", NagayaSettings::default())?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     population.write_records(&mut writer)?;
     let tenant = json!({"tenant": {"name": "applications", "uid": 390_000, "gid": 390_000}});
@@ -137,5 +142,5 @@ fn nagaya(setting: &Setting, population: &Population, backend: &Server) -> Resul
     write!(writer, "{tenant}\n{site}\n").and_then(|()| writer.flush()).context("writing records")?;
     drop(writer);
     node.import(&path)?;
-    node.start(&Probe { host: population.host(0), path: "/hello.txt".into() })
+    node.start(&StartProbe { host: population.host(0), path: "/hello.txt".into() })
 }

@@ -1,7 +1,9 @@
-//! Clients by the hundred and thousand, each with its own clock: closed loops, open arrivals, and people who honour tickets.
+//! Hundreds and thousands of clients, each with its own clock: closed loops, open arrivals, and
+//! people who honour tickets.
 //!
-//! One thread runs them all; every request is a connection of its own, and its time is the client's: from before
-//! connecting to the last byte. Not here: load that saturates a fast server (`load` runs wrk), what is asked.
+//! One thread runs them all. Every request has its own connection, and its time is the client's:
+//! from before connecting to the last byte. Not here: load that saturates a fast server (`load`
+//! runs wrk), the requests themselves.
 
 use std::cell::RefCell;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -16,61 +18,61 @@ use tokio::time::{sleep, sleep_until, timeout};
 
 use crate::{http, interrupt};
 
-/// Longest time a request may take; beyond it the client gives up, which counts as a failure.
+/// Longest time of a request; then the client gives up, which counts as a failure.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Largest answer read, bytes.
+/// Largest response read, bytes.
 const ANSWER_MAX: usize = 1 << 20;
 
-/// How often a running crowd looks whether it was interrupted.
+/// Interval at which a running crowd checks for an interrupt.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// What is sent.
+/// The request to send.
 #[derive(Debug, Clone)]
-pub struct Post {
+pub struct SentPost {
     pub address: SocketAddr,
     pub host: String,
     pub path: String,
-    /// None: a GET.
+    /// `None` means a GET.
     pub body: Option<Rc<[u8]>>,
 }
 
 /// One request from its client's side.
 #[derive(Debug, Clone, Default)]
-pub struct Seen {
+pub struct SeenAnswer {
     /// Its number, which the query carries as `n`.
     pub number: u64,
-    /// Of `open`: which of the arrivals it was.
+    /// For `open`: the index of its arrival.
     pub arrival: usize,
     /// From before connecting to the last byte.
     pub took_ms: f64,
-    /// When it was over, since the crowd began.
+    /// Time of its end, since the crowd began.
     pub ended: Duration,
-    /// 0: no answer.
+    /// 0 if there was no response.
     pub status: u16,
     /// `Server-Timing: queue` and `predicted`, milliseconds.
     pub queued_ms: Option<f64>,
     pub predicted_ms: Option<f64>,
     pub retry_after: Option<f64>,
     pub ticket: Option<String>,
-    /// The error that the answer names: `NGY0451`.
+    /// The error that the response names: `NGY0451`.
     pub code: Option<String>,
-    /// Why there was no answer.
+    /// Why there was no response.
     pub why: Option<String>,
 }
 
-/// What clients share.
-pub struct Crowd {
+/// State that clients share.
+pub struct PostingCrowd {
     begun: Instant,
-    seen: RefCell<Vec<Seen>>,
+    seen: RefCell<Vec<SeenAnswer>>,
     next: std::cell::Cell<u64>,
-    /// What the path of the lane's events ends in, once a ticket's cookie has told it.
+    /// End of the path of the lane's events, once a ticket's cookie has shown it.
     stream: RefCell<Option<String>>,
 }
 
-impl Crowd {
+impl PostingCrowd {
     /// Runs `clients` on this thread until they end.
-    pub fn run<F>(clients: impl FnOnce(Rc<Self>) -> F) -> Result<Vec<Seen>>
+    pub fn run<F>(clients: impl FnOnce(Rc<Self>) -> F) -> Result<Vec<SeenAnswer>>
     where
         F: Future<Output = ()> + 'static,
     {
@@ -97,8 +99,8 @@ impl Crowd {
         Ok(crowd.seen.take())
     }
 
-    /// One request, remembered. `from` is the client's address.
-    pub async fn ask(&self, post: &Post, from: Option<Ipv4Addr>, ticket: Option<&str>) -> Seen {
+    /// Sends one request and records it. `from` is the client's address.
+    pub async fn ask(&self, post: &SentPost, from: Option<Ipv4Addr>, ticket: Option<&str>) -> SeenAnswer {
         let number = self.next.get();
         self.next.set(number + 1);
         let begun = Instant::now();
@@ -111,18 +113,22 @@ impl Crowd {
                 {
                     *self.stream.borrow_mut() = Some(name.to_owned());
                 }
-                Seen { number, took_ms, code: code(&body), ..read(&head) }
+                SeenAnswer { number, took_ms, code: code(&body), ..read(&head) }
             }
-            Ok(Err(error)) => Seen { number, took_ms, why: Some(format!("{error:#}")), ..Seen::default() },
-            Err(_) => Seen { number, took_ms, why: Some("it took too long".into()), ..Seen::default() },
+            Ok(Err(error)) => {
+                SeenAnswer { number, took_ms, why: Some(format!("{error:#}")), ..SeenAnswer::default() }
+            }
+            Err(_) => {
+                SeenAnswer { number, took_ms, why: Some("it took too long".into()), ..SeenAnswer::default() }
+            }
         };
-        let seen = Seen { ended: self.elapsed(), ..seen };
+        let seen = SeenAnswer { ended: self.elapsed(), ..seen };
         self.seen.borrow_mut().push(seen.clone());
         seen
     }
 
     /// Listens as a waiting page does, no longer than `until`; true if it was called.
-    pub async fn listen(&self, post: &Post, from: Ipv4Addr, ticket: &str, until: Duration) -> bool {
+    pub async fn listen(&self, post: &SentPost, from: Ipv4Addr, ticket: &str, until: Duration) -> bool {
         const OK: &[u8] = b"HTTP/1.1 200";
         let listening = async {
             let short = self.stream.borrow().clone()?;
@@ -142,7 +148,8 @@ impl Crowd {
                 if told.windows(11).any(|window| window == b"event: come") {
                     return Some(());
                 }
-                // Too many listen: it comes when its slot begins, and holds no connection until then.
+                // Too many listen: it comes when its slot begins, and holds no connection until
+                // then.
                 let is_refused = told.len() >= OK.len() && !told.starts_with(OK);
                 if count == 0 || is_refused || told.len() > ANSWER_MAX {
                     return None;
@@ -157,10 +164,16 @@ impl Crowd {
     }
 }
 
-/// So many clients, each asking again as soon as it is answered, for so long. Who is turned away waits before it asks again.
-pub fn closed(post: &Post, clients: usize, for_time: Duration, after_503: Duration) -> Result<Vec<Seen>> {
+/// Runs this many clients for this time. Each sends a request as soon as it has a response. A
+/// deferred client waits before its next request.
+pub fn closed(
+    post: &SentPost,
+    clients: usize,
+    for_time: Duration,
+    after_503: Duration,
+) -> Result<Vec<SeenAnswer>> {
     let post = post.clone();
-    Crowd::run(|crowd| async move {
+    PostingCrowd::run(|crowd| async move {
         let clients: Vec<_> = (0..clients)
             .map(|_| {
                 let (crowd, post) = (Rc::clone(&crowd), post.clone());
@@ -174,15 +187,15 @@ pub fn closed(post: &Post, clients: usize, for_time: Duration, after_503: Durati
             })
             .collect();
         for client in clients {
-            // A client that panicked has said so; what it saw is missing and will be noticed.
+            // A panic of a client was reported; its missing results will be noticed.
             let _ = client.await;
         }
     })
 }
 
-/// Requests that come at times of their own, whatever becomes of those before.
-pub fn open(arrivals: Vec<(Duration, Post)>) -> Result<Vec<Seen>> {
-    Crowd::run(|crowd| async move {
+/// Sends requests at given times, whatever happens to earlier ones.
+pub fn open(arrivals: Vec<(Duration, SentPost)>) -> Result<Vec<SeenAnswer>> {
+    PostingCrowd::run(|crowd| async move {
         let begun = tokio::time::Instant::now();
         let clients: Vec<_> = arrivals
             .into_iter()
@@ -205,9 +218,9 @@ pub fn open(arrivals: Vec<(Duration, Post)>) -> Result<Vec<Seen>> {
     })
 }
 
-/// The answer's head, and its body if it is an error's.
+/// Returns the response's header section, and its body if it is an error.
 async fn exchange(
-    post: &Post,
+    post: &SentPost,
     number: u64,
     from: Option<Ipv4Addr>,
     ticket: Option<&str>,
@@ -244,14 +257,14 @@ async fn exchange(
     Ok((head, String::from_utf8_lossy(body).into_owned()))
 }
 
-/// The first error code in a text.
+/// Returns the first error code in a text.
 fn code(text: &str) -> Option<String> {
     let (_, rest) = text.split_once("NGY")?;
     let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
     (!digits.is_empty()).then(|| format!("NGY{digits}"))
 }
 
-fn read(head: &str) -> Seen {
+fn read(head: &str) -> SeenAnswer {
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
     let fields = |name: &str| {
         let name = name.to_owned();
@@ -261,28 +274,28 @@ fn read(head: &str) -> Seen {
         })
     };
     let timing = |metric: &str| http::server_timing(head, metric);
-    Seen {
+    SeenAnswer {
         status,
         queued_ms: timing("queue"),
         predicted_ms: timing("predicted"),
         retry_after: fields("retry-after").next().and_then(|text| text.parse().ok()),
         ticket: fields("nagaya-ticket").next(),
-        ..Seen::default()
+        ..SeenAnswer::default()
     }
 }
 
-/// Times of those that were answered with 200.
-pub fn times_ms(seen: &[Seen]) -> Vec<f64> {
+/// Returns the times of requests with a 200 response.
+pub fn times_ms(seen: &[SeenAnswer]) -> Vec<f64> {
     seen.iter().filter(|seen| seen.status == 200).map(|seen| seen.took_ms).collect()
 }
 
-/// How many were answered with 200 while the crowd had not been there for longer than this.
-pub fn served_within(seen: &[Seen], window: Duration) -> usize {
+/// Returns how many had a 200 response within this time of the crowd's start.
+pub fn served_within(seen: &[SeenAnswer], window: Duration) -> usize {
     seen.iter().filter(|seen| seen.status == 200 && seen.ended <= window).count()
 }
 
-/// How many failed: got no answer, or another than 200 and 503.
-pub fn failed(seen: &[Seen]) -> usize {
+/// Returns how many failed: no response, or another than 200 and 503.
+pub fn failed(seen: &[SeenAnswer]) -> usize {
     let failed = seen.iter().filter(|seen| !matches!(seen.status, 200 | 503));
     failed
         .inspect(|seen| {
@@ -291,7 +304,7 @@ pub fn failed(seen: &[Seen]) -> usize {
         .count()
 }
 
-/// The value that this part of them does not exceed.
+/// Returns the value that this part of them does not exceed.
 pub fn percentile(mut values: Vec<f64>, part: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let last = values.len().saturating_sub(1);

@@ -1,4 +1,5 @@
-//! `admission-fair`: one tenant floods a full node with fifty times what others ask; nine ordinary ones beside it.
+//! `admission-fair`: one tenant floods a full node with fifty times the requests of others; nine
+//! ordinary tenants run beside it.
 //!
 //! Not here: the other experiments.
 
@@ -7,21 +8,23 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::crowd::{self, Seen, failed, percentile, served_within, times_ms};
+use super::crowd::{self, SeenAnswer, failed, percentile, served_within, times_ms};
 use super::{board, post, serve_records};
 use crate::clients::to_float;
-use crate::experiment::{Setting, UID_BASE};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::Server;
+use crate::server::TestServer;
 
 const TENANTS: usize = 10;
 
-/// Requests of all tenants at once, and of one tenant: so that no crowd of one takes all there is.
+/// Requests of all tenants at once, and of one tenant: so that no single crowd takes everything.
 const NODE: u32 = 4;
 const TENANT: u32 = 2;
 
-/// The flood asks for as much as the whole node can do: fifty times what each ordinary tenant asks for.
+/// The flood requests as much as the whole node can do: fifty times as much as each ordinary
+/// tenant.
 const FLOOD: f64 = 50.0;
 
 /// Bytes of a message.
@@ -33,7 +36,7 @@ const GOALS: [Goal; 3] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-fair");
     let window = Duration::from_secs(if setting.quick { 15 } else { 60 });
     let tables = format!("[admission]\ntickets = false\nnode_max_concurrent = {NODE}\n");
@@ -95,14 +98,16 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// Each tenant with a board of its own.
-fn records(setting: &Setting) -> Result<Vec<Value>> {
+/// Returns records with a board for each tenant.
+fn records(setting: &ExperimentSetting) -> Result<Vec<Value>> {
     let mut records = Vec::new();
     for tenant in 0..TENANTS {
         let uid = UID_BASE + u32::try_from(tenant)?;
         let root = board(setting.dir(), &format!("board-{tenant}"), uid)?;
         let name = format!("tenant-{tenant}");
-        records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid, "max_concurrent": TENANT}}));
+        records.push(
+            json!({"tenant": {"name": name, "uid": uid, "gid": uid, "home": root, "max_concurrent": TENANT}}),
+        );
         records.push(json!({"site": {
             "name": format!("board-{tenant}"), "tenant": name, "hosts": [host(tenant)],
             "admission": {"wait_seconds": 3600},
@@ -116,9 +121,9 @@ fn host(tenant: usize) -> String {
     format!("board-{tenant}.example")
 }
 
-/// What each tenant's clients saw, by tenant; the first one's are the flood. Requests come at random moments, whatever becomes of
-/// those before.
-fn load(server: &Server, window: Duration, ordinary: f64, flood: f64) -> Result<Vec<Vec<Seen>>> {
+/// Returns each client's observations, by tenant; the first tenant is the flood. Requests come at
+/// random moments, whatever happens to earlier ones.
+fn load(server: &TestServer, window: Duration, ordinary: f64, flood: f64) -> Result<Vec<Vec<SeenAnswer>>> {
     let mut arrivals = Vec::new();
     let mut of_tenant = Vec::new();
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
@@ -131,7 +136,7 @@ fn load(server: &Server, window: Duration, ordinary: f64, flood: f64) -> Result<
         let mut at = 0.0;
         loop {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // Of 53 random bits, never 0; the gaps between independent arrivals are exponential.
+            // From 53 random bits, never 0; the gaps between independent arrivals are exponential.
             let part = ((random >> 11) + 1) as f64 / (1_u64 << 53) as f64;
             at -= part.ln() / rate;
             if at >= window.as_secs_f64() {
@@ -148,8 +153,8 @@ fn load(server: &Server, window: Duration, ordinary: f64, flood: f64) -> Result<
     Ok(by_tenant)
 }
 
-/// What each of those who ask for so much is due of a sum: who asks for less than an equal part gets what it asks for, and the others
-/// share the rest likewise.
+/// Returns the fair part of each demand in a sum. A demand below an equal part is met, and the
+/// others share the rest in the same way.
 fn max_min(asked: &[f64], sum: f64) -> Vec<f64> {
     let mut order: Vec<usize> = (0..asked.len()).collect();
     order.sort_by(|a, b| asked[*a].total_cmp(&asked[*b]));
@@ -163,7 +168,7 @@ fn max_min(asked: &[f64], sum: f64) -> Vec<f64> {
     due
 }
 
-/// Jain's fairness index: 1 where all have the same, 1/n where one has all.
+/// Returns Jain's fairness index: 1 if all have the same, 1/n if one has all.
 fn jain(shares: &[f64]) -> f64 {
     let sum: f64 = shares.iter().sum();
     let squares: f64 = shares.iter().map(|share| share * share).sum();
@@ -173,7 +178,7 @@ fn jain(shares: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn who_asks_for_little_is_due_it_and_the_rest_is_shared() {
+    fn small_demand_is_met_and_the_rest_is_shared() {
         let due = super::max_min(&[50.0, 1.0, 1.0], 30.0);
         assert_eq!(due, [28.0, 1.0, 1.0]);
         assert_eq!(super::max_min(&[50.0, 40.0, 2.0], 32.0), [15.0, 15.0, 2.0]);

@@ -1,4 +1,5 @@
-//! The experiments of admission: paper 002's four, on a bulletin board like its own, and what the paper left as future work.
+//! The experiments of admission: the four of paper 002, on a bulletin board like the paper's, and
+//! its future work.
 //!
 //! Not here: clients (`crowd`), servers (`server`).
 
@@ -20,18 +21,20 @@ use std::rc::Rc;
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
-use self::crowd::Post;
-use super::{Setting, UID_BASE};
+use self::crowd::SentPost;
 use crate::content;
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer};
 
 const HOST: &str = "board.example";
 
 const PATH: &str = "/board.cgi";
 
-/// A bulletin board in flat files: each message goes to the front of a file of the newest ones, under a lock, and the page with all
-/// of them is the answer. The paper's application, ASKA BBS, is of this kind.
+/// A bulletin board in flat files. Each message goes to the front of a file of the newest ones,
+/// under a lock. The response is the page with all of them. The paper's application, ASKA BBS, is
+/// of this kind.
 const BOARD: &str = r#"#!/usr/bin/perl
 use strict;
 use warnings;
@@ -77,7 +80,7 @@ for (@messages) {
 }
 "#;
 
-/// The board in a directory that belongs to this tenant.
+/// Makes the board in a directory that belongs to this tenant.
 fn board(dir: &Path, name: &str, uid: u32) -> Result<PathBuf> {
     let root = dir.join(name);
     fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
@@ -88,19 +91,24 @@ fn board(dir: &Path, name: &str, uid: u32) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// A message of so many bytes, as a form sends it.
+/// Returns a message of this many bytes, as a form sends it.
 fn message(bytes: usize) -> Rc<[u8]> {
     let words = "the+quick+brown+fox+jumps+over+the+lazy+dog+";
     let text: String = words.chars().cycle().take(bytes.saturating_sub(5)).collect();
     Rc::from(format!("text={text}").into_bytes())
 }
 
-fn post(server: &Server, host: &str, bytes: usize) -> Post {
-    Post { address: server.address, host: host.into(), path: PATH.into(), body: Some(message(bytes)) }
+fn post(server: &TestServer, host: &str, bytes: usize) -> SentPost {
+    SentPost { address: server.address, host: host.into(), path: PATH.into(), body: Some(message(bytes)) }
 }
 
-/// One board with these fields in its site's record.
-fn serve(setting: &Setting, name: &str, tables: &str, site: Value) -> Result<(Node, Server)> {
+/// Serves one board with these fields in its site's record.
+fn serve(
+    setting: &ExperimentSetting,
+    name: &str,
+    tables: &str,
+    site: Value,
+) -> Result<(NagayaNode, TestServer)> {
     let root = board(setting.dir(), &format!("{name}-board"), UID_BASE)?;
     let mut record = json!({
         "name": "board",
@@ -111,13 +119,18 @@ fn serve(setting: &Setting, name: &str, tables: &str, site: Value) -> Result<(No
     if let (Some(record), Value::Object(site)) = (record.as_object_mut(), site) {
         record.extend(site);
     }
-    let tenant = json!({"tenant": {"name": "people", "uid": UID_BASE, "gid": UID_BASE}});
+    let tenant = json!({"tenant": {"name": "people", "uid": UID_BASE, "gid": UID_BASE, "home": root}});
     serve_records(setting, name, tables, &[tenant, json!({ "site": record })])
 }
 
-fn serve_records(setting: &Setting, name: &str, tables: &str, records: &[Value]) -> Result<(Node, Server)> {
-    let settings = Settings { tables: tables.into(), ..Settings::default() };
-    let node = Node::create(&setting.program, setting.dir(), name, settings)?;
+fn serve_records(
+    setting: &ExperimentSetting,
+    name: &str,
+    tables: &str,
+    records: &[Value],
+) -> Result<(NagayaNode, TestServer)> {
+    let settings = NagayaSettings { tables: tables.into(), ..NagayaSettings::default() };
+    let node = NagayaNode::create(&setting.program, setting.dir(), name, settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     for record in records {
         writeln!(writer, "{record}").context("writing records")?;
@@ -126,12 +139,12 @@ fn serve_records(setting: &Setting, name: &str, tables: &str, records: &[Value])
     drop(writer);
     node.import(&path)?;
     let host = records.iter().find_map(|record| record["site"]["hosts"][0].as_str()).unwrap_or(HOST);
-    let server = node.start(&Probe { host: host.into(), path: PATH.into() })?;
+    let server = node.start(&StartProbe { host: host.into(), path: PATH.into() })?;
     Ok((node, server))
 }
 
-/// The lane of a site as the node tells it.
-fn lane(node: &Node, site: &str) -> Result<Value> {
+/// Returns the lane of a site from the node's report.
+fn lane(node: &NagayaNode, site: &str) -> Result<Value> {
     let lanes: Value = serde_json::from_str(&node.run(&["lanes", "--json"])?).context("reading the lanes")?;
     let lane = lanes.as_array().and_then(|lanes| {
         lanes.iter().find(|lane| lane["of"] == json!("site") && lane["name"] == json!(site)).cloned()
@@ -139,5 +152,5 @@ fn lane(node: &Node, site: &str) -> Result<Value> {
     lane.with_context(|| format!("the node tells nothing of the lane of {site}"))
 }
 
-/// Without bounds on waiting that would turn anybody away.
+/// Without limits on waiting that would defer anybody.
 const PATIENT: &str = "[admission]\ntickets = false\n";

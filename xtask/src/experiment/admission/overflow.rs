@@ -1,5 +1,5 @@
-//! `admission-overflow`: paper 002's third: more clients than the line has places. Those who get in are served as if there
-//! were no others.
+//! `admission-overflow`, the third experiment of paper 002: more clients than the queue has
+//! positions. Admitted clients are served as if there were no others.
 //!
 //! Not here: the other experiments.
 
@@ -11,7 +11,7 @@ use serde_json::json;
 use super::crowd::{self, failed, percentile, times_ms};
 use super::{HOST, PATIENT, post, serve};
 use crate::clients::to_float;
-use crate::experiment::Setting;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
@@ -30,7 +30,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-overflow");
     let record = json!({"max_concurrent": RUN, "admission": {"waiting": WAIT, "wait_seconds": 3600}});
     let (_node, server) = serve(setting, "nagaya", PATIENT, record)?;

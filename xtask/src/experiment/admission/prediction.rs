@@ -1,5 +1,6 @@
-//! `admission-prediction`: paper 002's second: how good the predicted waits are, under closed loops of three sizes and an open mix of
-//! fast reads and slow reports, and what the line costs in throughput.
+//! `admission-prediction`, the second experiment of paper 002: how good the predicted waits are.
+//! The loads are closed loops of three sizes, and an open mix of fast reads and slow reports. It
+//! also measures the throughput that the queue costs.
 //!
 //! Not here: the other experiments.
 
@@ -8,27 +9,28 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use super::crowd::{self, Post, Seen, failed, percentile, served_within};
+use super::crowd::{self, SeenAnswer, SentPost, failed, percentile, served_within};
 use super::{HOST, PATIENT, post, serve};
 use crate::clients::to_float;
 use crate::content;
-use crate::experiment::{Setting, UID_BASE};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
 const RUN: u32 = 10;
 const WAIT: u32 = 1000;
 const CLIENTS: [usize; 3] = [50, 100, 150];
-/// The loads: so many clients, and the open mix.
+/// The loads: closed loops by number of clients, and the open mix.
 const VARIANTS: [&str; CLIENTS.len() + 1] = ["50", "100", "150", "mix"];
 
 /// Bytes of a message, as in the paper.
 const BYTES: usize = 1 << 10;
 
-/// Waits shorter than this are not judged: a few milliseconds' error is nothing to anybody.
+/// Shortest wait that is judged: an error of a few milliseconds does not matter.
 const JUDGED_MS: f64 = 100.0;
 
-/// Answered before anything is measured: what a node that has run for a while knows.
+/// Time of requests before the measurement: a node that has run for a while knows as much.
 const WARM_UP: Duration = Duration::from_secs(5);
 
 /// A report takes as long as a counting loop does; a read prints at once.
@@ -43,7 +45,7 @@ const GOALS: [Goal; 5] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-prediction");
     let window = Duration::from_secs(if setting.quick { 12 } else { 60 });
     let line = json!({"max_concurrent": RUN, "admission": {"waiting": WAIT, "wait_seconds": 3600}});
@@ -58,14 +60,14 @@ pub fn run(setting: &Setting) -> Result<()> {
         crowd::closed(&post(server, HOST, BYTES), 20, WARM_UP, Duration::ZERO)?;
     }
     let mut failures = 0;
-    let mut judged = [Judged::default(); VARIANTS.len()];
+    let mut judged = [JudgedWait::default(); VARIANTS.len()];
     let rounds = if setting.quick { 3 } else { 5 };
     for round in 0..rounds {
         for (of, clients) in CLIENTS.into_iter().enumerate() {
             let variant = VARIANTS[of];
             let unqueued = format!("{variant} unqueued");
             let mut pair = [(variant, &held), (unqueued.as_str(), &free)];
-            // Neither always comes first: whatever was before it, another load or its own pair, is by turns.
+            // The order alternates, so the influence of the previous load does, too.
             if (round + of) % 2 == 1 {
                 pair.reverse();
             }
@@ -107,7 +109,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn sums(report: &mut Report, judged: &[Judged], failures: usize) -> Result<()> {
+fn sums(report: &mut Report, judged: &[JudgedWait], failures: usize) -> Result<()> {
     let (mut p50, mut p90, mut bias, mut ratio) = (0.0_f64, 0.0_f64, 0.0_f64, f64::INFINITY);
     let mut told = f64::INFINITY;
     for (variant, judged) in VARIANTS.into_iter().zip(judged) {
@@ -139,14 +141,14 @@ fn sums(report: &mut Report, judged: &[Judged], failures: usize) -> Result<()> {
     Ok(())
 }
 
-/// Waits that were long enough, and those of them of which a time was told.
+/// Waits that were long enough, and those of them with a prediction.
 #[derive(Debug, Default, Clone, Copy)]
-struct Judged {
+struct JudgedWait {
     waits: usize,
     told: usize,
 }
 
-impl Judged {
+impl JudgedWait {
     fn add(&mut self, other: Self) {
         self.waits += other.waits;
         self.told += other.told;
@@ -157,8 +159,8 @@ impl Judged {
     }
 }
 
-/// Compares what each request was predicted with what it became, as its client was told.
-fn judge(report: &mut Report, round: usize, variant: &str, seen: &[Seen]) -> Result<Judged> {
+/// Compares each request's predicted and real wait, as its client saw them.
+fn judge(report: &mut Report, round: usize, variant: &str, seen: &[SeenAnswer]) -> Result<JudgedWait> {
     let held = seen.iter().filter(|seen| seen.status == 200);
     let waits: Vec<(Option<f64>, f64)> = held
         .filter_map(|seen| Some((seen.predicted_ms, seen.queued_ms?)))
@@ -166,7 +168,7 @@ fn judge(report: &mut Report, round: usize, variant: &str, seen: &[Seen]) -> Res
         .collect();
     let pairs: Vec<(f64, f64)> =
         waits.iter().filter_map(|(said, actual)| Some(((*said)?, *actual))).collect();
-    let judged = Judged { waits: waits.len(), told: pairs.len() };
+    let judged = JudgedWait { waits: waits.len(), told: pairs.len() };
     ensure!(pairs.len() >= 20, "{variant}: only {} of {} waited and were predicted", pairs.len(), seen.len());
     let errors: Vec<f64> =
         pairs.iter().map(|(said, actual)| (said - actual).abs() / actual * 100.0).collect();
@@ -179,12 +181,12 @@ fn judge(report: &mut Report, round: usize, variant: &str, seen: &[Seen]) -> Res
     Ok(judged)
 }
 
-/// Bursts of reads with a report now and then, so that a line builds up and goes again.
-fn mix(server: &crate::server::Server, window: Duration) -> Result<Vec<Seen>> {
+/// Sends bursts of reads with an occasional report, so that a queue builds up and goes again.
+fn mix(server: &crate::server::TestServer, window: Duration) -> Result<Vec<SeenAnswer>> {
     const BURST: u32 = 120;
     const EVERY: Duration = Duration::from_secs(3);
-    let read = Post { body: None, ..post(server, HOST, BYTES) };
-    let slow = Post { path: "/report.cgi".into(), ..read.clone() };
+    let read = SentPost { body: None, ..post(server, HOST, BYTES) };
+    let slow = SentPost { path: "/report.cgi".into(), ..read.clone() };
     let mut arrivals = Vec::new();
     let mut at = Duration::ZERO;
     while at < window {

@@ -1,5 +1,5 @@
-//! `admission-promise`: a flash crowd of ten times what the site can do. Clients honour their tickets, three in ten never come
-//! back, and the edge is killed in the middle. Are promises kept?
+//! `admission-promise`: a flash crowd of ten times the site's capacity. Clients honour their
+//! tickets, three in ten never come back, and the edge is killed in the middle. Are promises kept?
 //!
 //! Not here: the other experiments.
 
@@ -18,36 +18,37 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
-use super::crowd::{self, Crowd, Post, Seen, percentile, times_ms};
+use super::crowd::{self, PostingCrowd, SeenAnswer, SentPost, percentile, times_ms};
 use super::{HOST, post, serve};
 use crate::clients::to_float;
-use crate::experiment::Setting;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::Node;
+use crate::server::nagaya::NagayaNode;
 
 const RUN: u32 = 8;
 
-/// Longest predicted wait in line, seconds: short, so that most are given tickets.
+/// Longest predicted wait in the queue, seconds: short, so that most get tickets.
 const WAIT_SECONDS: u32 = 5;
 
 /// Length of a slot.
 const SLOT: Duration = Duration::from_secs(10);
 
-/// What comes, in times of what the site can do.
+/// The crowd, in times of the site's capacity.
 const TIMES: f64 = 10.0;
 
-/// Of ten who hold a ticket so many never come back, and so many listen for a call.
+/// Out of ten ticket holders, the number that never come back, and the number that listen for a
+/// call.
 const NEVER_OF_TEN: u64 = 3;
 const LISTEN_OF_TEN: u64 = 2;
 
 /// Bytes of a message.
 const BYTES: usize = 1 << 10;
 
-/// Between two looks at the lane.
+/// Interval of checks of the lane.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// How often a client tries again whose connection was cut: the edge is killed under some.
+/// Retries of a client whose connection was cut: the edge is killed under some.
 const RETRIES_MAX: u32 = 20;
 
 const GOALS: [Goal; 2] = [
@@ -55,31 +56,31 @@ const GOALS: [Goal; 2] = [
     Goal { key: "idle_capacity_pct", bound: Bound::AtMost(5.0), aim: 1.0 },
 ];
 
-/// What became of one ticket, from its client's side.
+/// Outcome of one ticket, from its client's side.
 #[derive(Debug, Clone, PartialEq)]
-enum Fate {
+enum TicketFate {
     NeverCame,
     Called,
     InTime,
-    /// It came in time and ran after its slot's end, by so many milliseconds.
+    /// It came in time and ran after its slot's end, by this many milliseconds.
     Late(f64),
-    Failed(Failure),
+    Failed(PromiseFailure),
 }
 
-/// How one that came when it might was answered with something else than what it was promised.
+/// A response other than the promised one, to a client that came when it might.
 #[derive(Debug, Clone, PartialEq)]
-struct Failure {
+struct PromiseFailure {
     status: u16,
-    /// The error that the answer names, or why there was none.
+    /// The error that the response names, or why there was none.
     code: String,
     was_called: bool,
-    /// So often its connection was cut before it got this answer.
+    /// How often its connection was cut before it got this response.
     cut: u32,
     /// Seconds since the crowd began at which it came.
     came: f64,
 }
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("admission-promise");
     let record = json!({
         "max_concurrent": RUN,
@@ -88,7 +89,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let (node, server) =
         serve(setting, "nagaya", "[admission]\nhorizon = \"4h\"\ntickets_max = 100000\n", record)?;
     let post = post(&server, HOST, BYTES);
-    // What it can do, and what it learns from.
+    // The site's capacity, and its training.
     let warm = Duration::from_secs(6);
     let seen = crowd::closed(&post, 16, warm, Duration::ZERO)?;
     let capacity = to_float(times_ms(&seen).len()) / warm.as_secs_f64();
@@ -104,25 +105,27 @@ pub fn run(setting: &Setting) -> Result<()> {
     stop.store(true, Ordering::Relaxed);
     let idle = watching.join().map_err(|_| anyhow::anyhow!("the watch panicked"))?;
 
-    let count = |of: fn(&Fate) -> bool| to_float(fates.iter().filter(|fate| of(fate)).count());
-    let kept = count(|fate| matches!(fate, Fate::InTime | Fate::Called));
-    let late: Vec<f64> =
-        fates.iter().filter_map(|fate| if let Fate::Late(by) = fate { Some(*by) } else { None }).collect();
-    let failed = count(|fate| matches!(fate, Fate::Failed(_)));
+    let count = |of: fn(&TicketFate) -> bool| to_float(fates.iter().filter(|fate| of(fate)).count());
+    let kept = count(|fate| matches!(fate, TicketFate::InTime | TicketFate::Called));
+    let late: Vec<f64> = fates
+        .iter()
+        .filter_map(|fate| if let TicketFate::Late(by) = fate { Some(*by) } else { None })
+        .collect();
+    let failed = count(|fate| matches!(fate, TicketFate::Failed(_)));
     let broken = to_float(late.len()) + failed;
     report.note("failed, by answer; seconds after the kill", failures(&fates, killed));
     report.set("promises_made", to_float(fates.len()));
-    report.set("never_came", count(|fate| *fate == Fate::NeverCame));
+    report.set("never_came", count(|fate| *fate == TicketFate::NeverCame));
     report.set("promises_kept_pct", kept / (kept + broken) * 100.0);
     report.set("late", to_float(late.len()));
     report.set("late_p99_ms", if late.is_empty() { 0.0 } else { percentile(late, 0.99) });
     report.set("failed", failed);
-    report.set("early_called_pct", count(|fate| *fate == Fate::Called) / kept * 100.0);
+    report.set("early_called_pct", count(|fate| *fate == TicketFate::Called) / kept * 100.0);
     report.set("without_ticket", to_float(refused));
     report.set("idle_capacity_pct", percentile(vec![mean(&idle)], 0.5));
     report.sample(0, "crowd", "kept", "tickets", kept);
     report.sample(0, "crowd", "broken", "tickets", broken);
-    report.sample(0, "crowd", "never came", "tickets", count(|fate| *fate == Fate::NeverCame));
+    report.sample(0, "crowd", "never came", "tickets", count(|fate| *fate == TicketFate::NeverCame));
     let chart = Chart {
         title: "Promises of a flash crowd".into(),
         subtitle:
@@ -139,11 +142,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// What those got who did not get what they were promised, how many of each, and when.
-fn failures(fates: &[Fate], killed: f64) -> Value {
+/// Returns the responses to clients whose promise failed, the number of each, and when.
+fn failures(fates: &[TicketFate], killed: f64) -> Value {
     let mut kinds: BTreeMap<String, (usize, f64, f64)> = BTreeMap::new();
     for fate in fates {
-        let Fate::Failed(failure) = fate else { continue };
+        let TicketFate::Failed(failure) = fate else { continue };
         let kind = format!(
             "{} {}, {}{}",
             failure.status,
@@ -159,15 +162,20 @@ fn failures(fates: &[Fate], killed: f64) -> Value {
     kinds.into_iter().map(|(kind, row_of)| (kind, row(row_of))).collect::<serde_json::Map<_, _>>().into()
 }
 
-/// Runs the crowd to the end of its last slot. Says what became of each ticket, how many got none, and when, in seconds, the edge was
-/// killed.
-fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Result<(Vec<Fate>, usize, f64)> {
+/// Runs the crowd to the end of its last slot. Returns the outcome of each ticket, how many clients
+/// got none, and the second at which the edge was killed.
+fn flash(
+    node: &NagayaNode,
+    post: &SentPost,
+    per_second: f64,
+    crowd_for: Duration,
+) -> Result<(Vec<TicketFate>, usize, f64)> {
     let fates = Rc::new(std::cell::RefCell::new(Vec::new()));
     let refused = Rc::new(Cell::new(0));
     let killed = Rc::new(Cell::new(Ok(0.0)));
     let (to, none, post, kill) = (Rc::clone(&fates), Rc::clone(&refused), post.clone(), node.clone());
     let result = Rc::clone(&killed);
-    Crowd::run(move |crowd| async move {
+    PostingCrowd::run(move |crowd| async move {
         let mut clients = Vec::new();
         let (mut come, mut is_killed) = (0_u64, false);
         while crowd.elapsed() < crowd_for {
@@ -192,7 +200,7 @@ fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Resu
             sleep(Duration::from_millis(5)).await;
         }
         for client in clients {
-            // A client that panicked has said so; its ticket is missing in the count.
+            // A panic of a client was reported; its ticket is missing in the count.
             let _ = client.await;
         }
     })?;
@@ -200,8 +208,8 @@ fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Resu
     Ok((fates.take(), refused.get(), killed))
 }
 
-/// One person. `None`: was served at once, or got no ticket.
-async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
+/// Runs one person. `None` if it was served at once, or got no ticket.
+async fn client(crowd: &PostingCrowd, post: &SentPost, number: u64) -> Option<TicketFate> {
     let from = address(number);
     let (first, _) = ask(crowd, post, from, None).await;
     let (Some(ticket), Some(after)) = (first.ticket, first.retry_after) else {
@@ -210,7 +218,7 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
     // The same clients each time: a number decides, not chance.
     let kind = number.wrapping_mul(2_654_435_761) >> 7;
     if kind % 10 < NEVER_OF_TEN {
-        return Some(Fate::NeverCame);
+        return Some(TicketFate::NeverCame);
     }
     let began = tokio::time::Instant::now();
     let begins = Duration::from_secs_f64(after);
@@ -219,7 +227,7 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
         is_called = crowd.listen(post, from, &ticket, begins).await && began.elapsed() < begins;
     }
     if !is_called {
-        // People come some time after they are told.
+        // People come some time after a call.
         let within = SLOT.mul_f64(0.6 * to_float(usize::try_from(kind / 10 % 1000).unwrap_or(0)) / 1000.0);
         tokio::time::sleep_until(began + begins + within).await;
     }
@@ -227,7 +235,7 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
     let (came, cut) = ask(crowd, post, from, Some(&ticket)).await;
     if came.status != 200 {
         let code = came.code.or(came.why).unwrap_or_default();
-        return Some(Fate::Failed(Failure {
+        return Some(TicketFate::Failed(PromiseFailure {
             status: came.status,
             code,
             was_called: is_called,
@@ -240,14 +248,19 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
     let started = ended.saturating_sub(Duration::from_secs_f64(run.max(0.0) / 1e3));
     let end = begins + SLOT;
     Some(match started.checked_sub(end) {
-        Some(over) => Fate::Late(over.as_secs_f64() * 1e3),
-        None if is_called => Fate::Called,
-        None => Fate::InTime,
+        Some(over) => TicketFate::Late(over.as_secs_f64() * 1e3),
+        None if is_called => TicketFate::Called,
+        None => TicketFate::InTime,
     })
 }
 
-/// Asks, and asks again if the connection was cut; says how often it was.
-async fn ask(crowd: &Crowd, post: &Post, from: Ipv4Addr, ticket: Option<&str>) -> (Seen, u32) {
+/// Sends a request, and repeats it if the connection was cut; returns how often it was.
+async fn ask(
+    crowd: &PostingCrowd,
+    post: &SentPost,
+    from: Ipv4Addr,
+    ticket: Option<&str>,
+) -> (SeenAnswer, u32) {
     let mut cut = 0;
     loop {
         let seen = crowd.ask(post, Some(from), ticket).await;
@@ -259,13 +272,13 @@ async fn ask(crowd: &Crowd, post: &Post, from: Ipv4Addr, ticket: Option<&str>) -
     }
 }
 
-/// An address of its own for each client: the whole of 127.0.0.0/8 is the loopback.
+/// Returns an address for each client: the whole of 127.0.0.0/8 is the loopback.
 fn address(number: u64) -> Ipv4Addr {
     let number = u32::try_from(number).unwrap_or(u32::MAX) + 0x0100;
     Ipv4Addr::from(0x7f01_0000_u32.wrapping_add(number) & 0x7fff_ffff)
 }
 
-fn kill_edge(node: &Node) -> Result<()> {
+fn kill_edge(node: &NagayaNode) -> Result<()> {
     let status: Value =
         serde_json::from_str(&node.run(&["status", "--json"])?).context("reading the status")?;
     let processes = status["processes"].as_array().context("the status names no processes")?;
@@ -276,14 +289,14 @@ fn kill_edge(node: &Node) -> Result<()> {
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("killing the edge")
 }
 
-/// Looks at the lane again and again: how much of its capacity was idle each time somebody waited.
-fn watch(node: &Node, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<Vec<f64>> {
+/// Checks the lane repeatedly: how much of its capacity was idle each time a request waited.
+fn watch(node: &NagayaNode, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<Vec<f64>> {
     let socket = node.admin_socket();
     std::thread::spawn(move || {
         let mut idle = Vec::new();
         while !stop.load(Ordering::Relaxed) {
             std::thread::sleep(LOOK_EVERY);
-            // Nobody answers while the edge is started anew.
+            // Nothing answers while the edge is restarted.
             let Ok(lane) = look(&socket) else { continue };
             let (Some(running), Some(waiting)) = (lane["running"].as_f64(), lane["waiting"].as_f64()) else {
                 continue;

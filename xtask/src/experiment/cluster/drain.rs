@@ -1,16 +1,16 @@
-//! `drain`: a node with 100 busy sites is emptied by its operator's word, and nobody notices.
+//! `drain`: an operator empties a node with 100 busy sites, and no request fails.
 //!
-//! Not here: a node that goes without a word (`storm`).
+//! Not here: a node that dies without notice (`storm`).
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use serde_json::json;
 
-use super::small::Small;
+use super::small::SmallCluster;
 use super::{OpenLoad, ask_each, errors, import, lab, setting_note, times_ms, until};
-use crate::experiment::Setting;
 use crate::experiment::admission::crowd::percentile;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
@@ -18,7 +18,7 @@ const SITES: usize = 100;
 const NODES: usize = 3;
 const VICTIM: &str = "n1";
 
-/// What a request needs of the application: long enough that some are always under way.
+/// Time of a request in the application: long enough that some are always in flight.
 const WORK_SECONDS: f64 = 0.02;
 
 const PER_SECOND: u32 = 100;
@@ -27,25 +27,25 @@ const ASKED_AFTER: Duration = Duration::from_secs(25);
 
 const GOALS: [Goal; 1] = [Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 }];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("drain");
     let rounds = if setting.quick { 1 } else { 5 };
     report.note("rounds", json!(rounds));
     report.note("load", json!({"requests_per_second": PER_SECOND, "open loop": true}));
     let lab = lab(setting, "drain", NODES, "[instances]\nimage_bytes = \"0B\"\n")?;
     report.note("lab", setting_note(&lab)?);
-    let small = Small::create(&lab, SITES, WORK_SECONDS)?;
+    let small = SmallCluster::create(&lab, SITES, WORK_SECONDS)?;
     import(&lab, small.records())?;
     let operator = lab.node("n2")?;
     let load = |lasts| OpenLoad {
         lab: &lab,
-        // Those of the drained node too: it goes on answering for others.
+        // Includes those of the drained node: it still serves for others.
         edges: lab.node_names(),
         hosts: small.hosts(),
         per_second: PER_SECOND,
         lasts,
     };
-    // Where each runs is chosen when it is asked for first.
+    // The node of each site is chosen at its first request.
     ask_each(&lab, &small.hosts())?;
     for round in 0..rounds {
         small.gather(&lab, VICTIM)?;

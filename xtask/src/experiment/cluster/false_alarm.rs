@@ -1,19 +1,20 @@
-//! `false-alarm`: nodes stand still for 50 to 500 ms at random, as virtual machines do, while people ask. Each pause may cost
-//! relocations; it may cost no request, and no site may be served by two instances at once.
+//! `false-alarm`: nodes pause for 50 to 500 ms at random, as virtual machines do, under load. A
+//! pause may cause relocations. It may cost no request, and no site may be served by two instances
+//! at once.
 //!
-//! Not here: how that is proved (`ledger`).
+//! Not here: the proof of that (`ledger`).
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use serde_json::json;
 
-use super::ledger::{self, Found, Pause};
-use super::small::Small;
+use super::ledger::{self, LedgerFinding, LedgerPause};
+use super::small::SmallCluster;
 use super::{FENCE_MS, OpenLoad, ask_each, epochs, errors, import, lab, now_s, setting_note, times_ms};
 use crate::clients::to_float;
-use crate::experiment::Setting;
 use crate::experiment::admission::crowd::percentile;
+use crate::experiment::harness::ExperimentSetting;
 use crate::interrupt;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
@@ -26,11 +27,11 @@ const PER_SECOND: u32 = 60;
 const LASTS: Duration = Duration::from_secs(300);
 const LASTS_QUICK: Duration = Duration::from_secs(60);
 
-/// How long a node stands still, and how long all run between two pauses, milliseconds.
+/// Length of a pause, and of the time between two pauses, milliseconds.
 const PAUSE_MS: [u64; 2] = [50, 500];
 const BETWEEN_MS: [u64; 2] = [200, 1_500];
 
-/// At the end nobody is paused any more, so that each request can end.
+/// Time without pauses at the end, so that each request can end.
 const QUIET_END: Duration = Duration::from_secs(3);
 
 /// The same pauses in each run.
@@ -41,7 +42,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("false-alarm");
     let lasts = if setting.quick { LASTS_QUICK } else { LASTS };
     report.note("seconds", json!(lasts.as_secs()));
@@ -50,7 +51,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.note("seed", json!(SEED));
     let lab = lab(setting, "alarm", NODES, "")?;
     report.note("lab", setting_note(&lab)?);
-    let small = Small::create(&lab, SITES, WORK_SECONDS)?;
+    let small = SmallCluster::create(&lab, SITES, WORK_SECONDS)?;
     import(&lab, small.records())?;
     let load = |lasts| OpenLoad {
         lab: &lab,
@@ -59,11 +60,11 @@ pub fn run(setting: &Setting) -> Result<()> {
         per_second: PER_SECOND,
         lasts,
     };
-    // Every site has run, and rests on whichever node the planner chose.
+    // Every site has run, and rests on the node that the planner chose.
     ask_each(&lab, &small.hosts())?;
     let before = epochs(&lab, "n1")?;
     let (answers, pauses) = load(lasts).run(|begun| stumble(&lab, begun, lasts.saturating_sub(QUIET_END)))?;
-    let mut found = Found::default();
+    let mut found = LedgerFinding::default();
     for text in small.ledgers() {
         found.add(ledger::read(&text, &pauses)?);
     }
@@ -77,7 +78,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         ("late_ends", to_float(found.late_ends)),
         ("late_ms_max", found.late_ms_max),
         ("requests", to_float(answers.len())),
-        // What was written down more often than it was asked was sent to a second node.
+        // Requests written more often than they were sent reached a second node.
         ("replayed", to_float(found.requests) - to_float(answers.len()) - to_float(SITES)),
         ("boots", to_float(found.boots)),
         ("fence_ms", f64::from(FENCE_MS)),
@@ -111,28 +112,28 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// One node after the other, chosen at random, stands still. Returns when.
-fn stumble(lab: &crate::lab::Lab, begun: Instant, until: Duration) -> Result<Vec<Pause>> {
+/// Pauses one random node after the other. Returns when.
+fn stumble(lab: &crate::lab::Lab, begun: Instant, until: Duration) -> Result<Vec<LedgerPause>> {
     let names = lab.node_names();
-    let mut random = Random(SEED);
+    let mut random = RandomSource(SEED);
     let mut pauses = Vec::new();
     while begun.elapsed() < until {
         interrupt::check()?;
         std::thread::sleep(Duration::from_millis(random.between(BETWEEN_MS)));
         let victim = usize::try_from(random.next())? % names.len();
         let time = Duration::from_millis(random.between(PAUSE_MS));
-        // From before anything stops until after all goes on.
+        // From before anything stops until after everything continues.
         let from = now_s();
         lab.pause_for(&names[victim], time)?;
-        pauses.push(Pause { from, to: now_s() });
+        pauses.push(LedgerPause { from, to: now_s() });
     }
     Ok(pauses)
 }
 
 /// Marsaglia's xorshift: enough to choose moments, and the same everywhere.
-struct Random(u64);
+struct RandomSource(u64);
 
-impl Random {
+impl RandomSource {
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -1,8 +1,10 @@
-//! `forward-cost`: the same small answer asked for at the node that runs the site, and at another, which forwards.
+//! `forward-cost`: the same small response from the node that runs the site, and through another,
+//! which forwards.
 //!
-//! The application is an nginx that answers from memory, so that what is seen is the way to it. Both nodes, the application and
-//! the clients share this machine's cores: the hop's processor time counts twice, once at each edge, and nothing is
-//! added for a wire. Not here: proxying to a server outside (`proxy`).
+//! The application is an nginx that responds from memory, so that the measured time is that of the
+//! route. Both nodes, the application and the clients share this machine's cores. So the CPU time
+//! of the hop counts twice, once at each edge, and no wire adds to it. Not here: proxying to a
+//! server outside (`proxy`).
 
 use std::time::Duration;
 
@@ -11,8 +13,9 @@ use serde_json::json;
 
 use super::{host, import, lab, place_on, setting_note};
 use crate::content::give;
-use crate::experiment::{Setting, UID_BASE};
-use crate::load::{self, Load, Target};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
+use crate::load::{self, LoadSettings, LoadTarget};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
@@ -24,12 +27,13 @@ const VARIANTS: [(&str, &str); 2] = [("local", "n1"), ("nagaya one hop", "n2")];
 const LOCAL: &str = VARIANTS[0].0;
 const HOP: &str = VARIANTS[1].0;
 
-/// A connection that waits for its answer shows the time of one; many show the rate. wrk has two threads, each with one at least.
+/// A connection that waits for its response shows the time of one; many show the rate. The tool wrk
+/// has two threads, each with at least one.
 const CASES: [(&str, u32); 2] = [("alone", 1), ("many", 64)];
 
 const GOALS: [Goal; 1] = [Goal { key: "added_p50_us", bound: Bound::AtMost(150.0), aim: 80.0 }];
 
-/// One process, all of it within the sandbox' own /tmp.
+/// One process, all of it within the sandbox's own /tmp.
 const START: &str = r#"cat >/tmp/nginx.conf <<END
 daemon off;
 master_process off;
@@ -45,7 +49,7 @@ http {
 END
 exec /usr/sbin/nginx -e /tmp/error.log -c /tmp/nginx.conf"#;
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("forward-cost");
     // It stays where it is, and awake.
     let lab = lab(setting, "forward", 2, "[instances]\nimage_bytes = \"0B\"\nfrozen_after = \"1d\"\n")?;
@@ -64,7 +68,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     )?;
     place_on(&lab, SITE, VARIANTS[0].1)?;
     let bytes = BODY.len() as u64;
-    let target = Target { hosts: vec![host(SITE)], path: "/".into(), body_bytes: bytes..=bytes };
+    let target = LoadTarget { hosts: vec![host(SITE)], path: "/".into(), body_bytes: bytes..=bytes };
     let full = setting.load();
     report.note(
         "load",
@@ -75,7 +79,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     );
     let measure = |edge: &str, connections, duration| {
         let address = lab.address(edge)?;
-        lab.as_client(|| load::run(address, &target, &Load { connections, duration }))?
+        lab.as_client(|| load::run(address, &target, &LoadSettings { connections, duration }))?
     };
     for (_, edge) in VARIANTS {
         measure(edge, 2, Duration::from_secs(1))?;

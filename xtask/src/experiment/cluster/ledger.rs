@@ -1,17 +1,21 @@
-//! What a site's ledger tells: whether two instances of it ever served at the same time.
+//! Reads a site's ledger, and finds whether two instances of it ever served at the same time.
 //!
-//! Each line is the begin or the end of one request in one boot, appended by the application itself with one `write` to a file
-//! opened with `O_APPEND`. Such writes are ordered one after the other, and each takes its place between its call and its return;
-//! so the order of lines is an order in which it happened. Let boot B be newer than A if B's first line comes later. Then:
+//! Each line is the begin or the end of one request in one boot. The application itself appends it
+//! with one `write` to a file opened with `O_APPEND`. Such writes are ordered one after the other,
+//! and each takes effect between its call and its return. So the order of lines is an order in
+//! which it happened. Let boot B be newer than A if B's first line comes later. Then:
 //!
-//! - If never two boots serve at once, lines of A end before the first line of B: boots stand in blocks.
-//! - If A serves a request while B serves one, A's `end` comes after B's `begin`, or B's before A's; if A takes a request after B
-//!   has served one, A's `begin` comes after B's. Either way a line of the older boot follows one of the newer, and is found here.
+//! - If two boots never serve at once, lines of A end before the first line of B: boots form
+//!   blocks.
+//! - If A serves a request while B serves one, A's `end` comes after B's `begin`, or B's before
+//!   A's. If A takes a request after B has served one, A's `begin` comes after B's. In both cases a
+//!   line of the older boot follows one of the newer, and is found here.
 //!
-//! There is no lock that could hide it by letting one wait for the other. One case is told apart: a machine that stood still in
-//! the middle of a request cannot know, in the moment it goes on, that it was given up; until its keeper has run, the
-//! instance goes on too. An `end` that comes late for this reason alone (between `begin` and it lies a whole pause) is counted as
-//! late, with how long after the pause it came, and not as served twice: its request came in while it was right.
+//! There is no lock that could hide it by letting one wait for the other. One case is separate. A
+//! machine that paused in the middle of a request cannot know, when it continues, that it was given
+//! up. Until its keeper has run, the instance continues, too. An `end` can be late for this reason
+//! alone: a whole pause is between `begin` and it. It counts as late, not as served twice, and its
+//! delay after the pause is recorded. Its request came in while that was correct.
 //!
 //! Not here: the program that writes it (`small`).
 
@@ -19,27 +23,27 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, bail};
 
-/// A time in which a machine stood still, seconds since 1970.
+/// A pause of a machine, seconds since 1970.
 #[derive(Debug, Clone, Copy)]
-pub struct Pause {
+pub struct LedgerPause {
     pub from: f64,
     pub to: f64,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Found {
+pub struct LedgerFinding {
     /// Requests whose begin was written.
     pub requests: usize,
     pub boots: usize,
     /// Lines of an older boot after one of a newer.
     pub double_served: usize,
-    /// Of these, ends of requests in which the machine stood still; not in `double_served`.
+    /// Ends of requests in which the machine paused; not in `double_served`.
     pub late_ends: usize,
     /// The longest time from the end of a pause to such an end.
     pub late_ms_max: f64,
 }
 
-impl Found {
+impl LedgerFinding {
     pub fn add(&mut self, other: Self) {
         self.requests += other.requests;
         self.boots += other.boots;
@@ -49,9 +53,9 @@ impl Found {
     }
 }
 
-/// Reads one site's.
-pub fn read(text: &str, pauses: &[Pause]) -> Result<Found> {
-    let mut found = Found::default();
+/// Reads one site's ledger.
+pub fn read(text: &str, pauses: &[LedgerPause]) -> Result<LedgerFinding> {
+    let mut found = LedgerFinding::default();
     // Boots in the order of their first lines.
     let mut boots: Vec<&str> = Vec::new();
     let mut begun: BTreeMap<(&str, &str), f64> = BTreeMap::new();
@@ -98,14 +102,14 @@ pub fn read(text: &str, pauses: &[Pause]) -> Result<Found> {
 mod tests {
     use super::*;
 
-    fn of(text: &str, pauses: &[Pause]) -> Found {
+    fn of(text: &str, pauses: &[LedgerPause]) -> LedgerFinding {
         read(text, pauses).unwrap()
     }
 
     #[test]
-    fn one_boot_after_the_other_is_right_also_with_a_request_that_never_ended() {
+    fn boots_in_turn_are_right_with_a_request_that_never_ended() {
         let found = of("begin a 1 1.0\nend a 1 1.1\nbegin a 2 1.2\nbegin b 1 2.0\nend b 1 2.1\n", &[]);
-        assert_eq!(found, Found { requests: 3, boots: 2, ..Found::default() });
+        assert_eq!(found, LedgerFinding { requests: 3, boots: 2, ..LedgerFinding::default() });
     }
 
     #[test]
@@ -123,12 +127,12 @@ mod tests {
     #[test]
     fn only_an_end_that_a_pause_explains_is_merely_late() {
         let text = "begin a 1 1.0\nbegin b 1 1.4\nend b 1 1.45\nend a 1 1.502\n";
-        let found = of(text, &[Pause { from: 1.0, to: 1.5 }]);
+        let found = of(text, &[LedgerPause { from: 1.0, to: 1.5 }]);
         assert_eq!((found.double_served, found.late_ends), (0, 1));
         assert!((found.late_ms_max - 2.0).abs() < 0.01, "{found:?}");
-        assert_eq!(of(text, &[Pause { from: 3.0, to: 3.5 }]).double_served, 1);
+        assert_eq!(of(text, &[LedgerPause { from: 3.0, to: 3.5 }]).double_served, 1);
         let begins = "begin a 1 1.0\nbegin b 1 1.4\nend a 1 1.502\nbegin a 2 1.503\n";
-        assert_eq!(of(begins, &[Pause { from: 1.0, to: 1.5 }]).double_served, 1);
+        assert_eq!(of(begins, &[LedgerPause { from: 1.0, to: 1.5 }]).double_served, 1);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! The experiments of a cluster: a node dies, stumbles or is emptied while people ask for what runs on it, and what one hop
-//! costs. Each in a lab of its own: nodes, etcd and clients in networks of their own on this machine.
+//! The experiments of a cluster: a node dies, pauses or drains under load, and the cost of one hop.
+//! Each has its own lab: nodes, etcd and clients in networks of their own on this machine.
 //!
 //! Not here: the lab (`lab`), the applications (`content`).
 
@@ -18,38 +18,44 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, Result, anyhow, ensure};
 use serde_json::{Value, json};
 
-use super::Setting;
-use super::admission::crowd::{Post, Seen, open};
+use super::admission::crowd::{SeenAnswer, SentPost, open};
 use crate::clients::to_float;
-use crate::lab::{Lab, PROBE, Plan};
+use crate::experiment::harness::ExperimentSetting;
+use crate::lab::{Lab, LabPlan, PROBE};
 use crate::{http, interrupt};
 
-/// Members of etcd: a cluster that shall survive the loss of one has three.
+/// Members of etcd: a cluster that must survive the loss of one has three.
 const STORES: usize = 3;
 
-/// Milliseconds without word from the store after which a node serves nothing that is placed on it. Half the default: the store is on
-/// this very machine.
+/// Lease length of a node, milliseconds. It is half the default: the store is on this very machine.
 const FENCE_MS: u32 = 150;
 
-/// The least that a cluster takes: where one application moves and nothing else happens, etcd is never slow for so long.
+/// The least that a cluster accepts. It is for runs in which one application moves and nothing else
+/// happens: etcd is then never that slow.
 const SHORT_FENCE_MS: u32 = 100;
 
 /// Concurrency above any load here, as in the experiments of one node.
 const WIDE: &str = "[tenants]\nmax_concurrent = 4096\nmax_waiting = 4096\n";
 
-/// Longest wait until all nodes have heard of something.
+/// Longest wait until all nodes know of a change.
 const HEARD_MAX: Duration = Duration::from_secs(60);
 
-/// How often that is asked.
+/// Interval of checks for that.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
-fn lab(setting: &Setting, name: &str, nodes: usize, tables: &str) -> Result<Lab> {
+fn lab(setting: &ExperimentSetting, name: &str, nodes: usize, tables: &str) -> Result<Lab> {
     lab_with_fence(setting, name, nodes, tables, FENCE_MS)
 }
 
-fn lab_with_fence(setting: &Setting, name: &str, nodes: usize, tables: &str, fence_ms: u32) -> Result<Lab> {
+fn lab_with_fence(
+    setting: &ExperimentSetting,
+    name: &str,
+    nodes: usize,
+    tables: &str,
+    fence_ms: u32,
+) -> Result<Lab> {
     eprintln!("starting {nodes} nodes and {STORES} members of etcd");
-    let lab = Lab::up(&Plan {
+    let lab = Lab::up(&LabPlan {
         nodes,
         stores: STORES,
         fence_ms,
@@ -63,7 +69,7 @@ fn lab_with_fence(setting: &Setting, name: &str, nodes: usize, tables: &str, fen
     Ok(lab)
 }
 
-/// Gives the cluster these records, and waits until every node has the last of its sites.
+/// Imports these records into the cluster, and waits until every node has the last of its sites.
 fn import(lab: &Lab, records: &[Value]) -> Result<()> {
     let names = lab.node_names();
     let (path, mut writer) = lab.node(&names[0])?.records("sites.jsonl")?;
@@ -84,7 +90,7 @@ fn import(lab: &Lab, records: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Waits for something that nothing announces.
+/// Waits for a condition that nothing announces.
 fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let begun = Instant::now();
     while !is_so()? {
@@ -95,15 +101,15 @@ fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     Ok(())
 }
 
-/// Sees to it that a site runs on this node.
+/// Makes a site run on this node.
 fn place_on(lab: &Lab, site: &str, node: &str) -> Result<()> {
     let by = another(lab, node)?;
     if lab.placement(&by, site)?.is_none() {
-        // Only what was asked for once runs anywhere, and can be moved.
+        // A site runs, and can be moved, only after its first request.
         let address = lab.address(node)?;
         lab.as_client(|| http::get(address, &host(site), "/"))??;
     }
-    // One that has just been started may not be able to take anything yet.
+    // A node that has just been started may not accept anything yet.
     let mut told = Err(anyhow!("nobody asked for it"));
     let placed = until(&format!("{site} is placed on {node}"), || {
         let at = lab.placement(&by, site)?.map(|(at, _)| at);
@@ -119,7 +125,7 @@ fn place_on(lab: &Lab, site: &str, node: &str) -> Result<()> {
     placed.with_context(|| format!("the cluster said: {told:?}"))
 }
 
-/// As a node that is not concerned knows it.
+/// Returns the placement as an unconcerned node knows it.
 fn is_on(lab: &Lab, site: &str, node: &str) -> Result<bool> {
     Ok(lab.placement(&another(lab, node)?, site)?.is_some_and(|(at, _)| at == node))
 }
@@ -128,12 +134,12 @@ fn another(lab: &Lab, node: &str) -> Result<String> {
     lab.node_names().into_iter().find(|name| name != node).context("a lab of one node")
 }
 
-/// The sum of all placements' epochs, which each move makes larger by one.
+/// Returns the sum of all placements' epochs, which each move increases by one.
 fn epochs(lab: &Lab, by: &str) -> Result<f64> {
     Ok(lab.placements(by)?.iter().filter_map(|one| one["epoch"].as_f64()).sum())
 }
 
-/// Asks for each site once, a few at a time: whoever was not asked for yet is started.
+/// Requests each site once, a few at a time. A site without earlier requests is started.
 fn ask_each(lab: &Lab, hosts: &[String]) -> Result<()> {
     const AT_ONCE: usize = 4;
     let address = lab.address(&lab.node_names()[1])?;
@@ -153,35 +159,39 @@ fn ask_each(lab: &Lab, hosts: &[String]) -> Result<()> {
     .context("before anything happens")
 }
 
-/// Requests at a steady rate, each for the next site at the next edge, whatever becomes of those before.
+/// Requests at a steady rate, each for the next site at the next edge, whatever happens to earlier
+/// ones.
 struct OpenLoad<'l> {
     lab: &'l Lab,
-    /// Nodes whose edges are asked.
+    /// Nodes whose edges get the requests.
     edges: Vec<String>,
     hosts: Vec<String>,
     per_second: u32,
     lasts: Duration,
 }
 
-/// What came of one request of it.
+/// Result of one of its requests.
 #[derive(Debug, Clone)]
-struct Answer {
+struct TimedAnswer {
     site: usize,
-    /// When it was sent, from the load's begin.
+    /// When it was sent, from the load's start.
     at: Duration,
     took_ms: f64,
     is_right: bool,
 }
 
-impl Answer {
+impl TimedAnswer {
     fn ended(&self) -> Duration {
         self.at + Duration::from_secs_f64(self.took_ms / 1e3)
     }
 }
 
 impl OpenLoad<'_> {
-    /// Asks, while `beside` does what is to happen meanwhile; it is told when the load began.
-    fn run<T: Send>(&self, beside: impl FnOnce(Instant) -> Result<T> + Send) -> Result<(Vec<Answer>, T)> {
+    /// Sends the requests while `beside` runs, which gets the start time of the load.
+    fn run<T: Send>(
+        &self,
+        beside: impl FnOnce(Instant) -> Result<T> + Send,
+    ) -> Result<(Vec<TimedAnswer>, T)> {
         let mut addresses = Vec::new();
         for edge in &self.edges {
             addresses.push(self.lab.address(edge)?);
@@ -189,7 +199,7 @@ impl OpenLoad<'_> {
         let count = u64::from(self.per_second) * self.lasts.as_secs();
         let gap = Duration::from_secs(1) / self.per_second;
         let number = |index: u64| usize::try_from(index).context("number of requests");
-        // The edge changes one slower than the site, so that each site is asked for at each edge.
+        // The edge changes one slower than the site, so that each site is requested at each edge.
         let mut plan = Vec::new();
         for index in 0..count {
             let (site, turn) = (number(index)? % self.hosts.len(), number(index)? / self.hosts.len());
@@ -202,7 +212,7 @@ impl OpenLoad<'_> {
             let asked = self.lab.as_client(|| {
                 let post = |&(at, site, edge): &(Duration, usize, usize)| {
                     let (address, host) = (addresses[edge], self.hosts[site].clone());
-                    (at, Post { address, host, path: "/".into(), body: None })
+                    (at, SentPost { address, host, path: "/".into(), body: None })
                 };
                 open(plan.iter().map(post).collect())
             });
@@ -213,7 +223,7 @@ impl OpenLoad<'_> {
         Ok((answers, outcome))
     }
 
-    fn answer(&self, seen: &Seen, plan: &[(Duration, usize, usize)]) -> Answer {
+    fn answer(&self, seen: &SeenAnswer, plan: &[(Duration, usize, usize)]) -> TimedAnswer {
         let (at, site, edge) = plan[seen.arrival];
         let is_right = seen.status == 200;
         if !is_right {
@@ -226,21 +236,21 @@ impl OpenLoad<'_> {
                 seen.status
             );
         }
-        Answer { site, at, took_ms: seen.took_ms, is_right }
+        TimedAnswer { site, at, took_ms: seen.took_ms, is_right }
     }
 }
 
-fn errors(answers: &[Answer]) -> f64 {
+fn errors(answers: &[TimedAnswer]) -> f64 {
     to_float(answers.iter().filter(|answer| !answer.is_right).count())
 }
 
-/// Milliseconds of the right ones among those sent from `from` on, for so long.
-fn times_ms(answers: &[Answer], from: Duration, lasts: Duration) -> Vec<f64> {
-    let wanted = |answer: &&Answer| answer.is_right && answer.at >= from && answer.at < from + lasts;
+/// Returns milliseconds of the correct responses among requests sent from `from` on, for this time.
+fn times_ms(answers: &[TimedAnswer], from: Duration, lasts: Duration) -> Vec<f64> {
+    let wanted = |answer: &&TimedAnswer| answer.is_right && answer.at >= from && answer.at < from + lasts;
     answers.iter().filter(wanted).map(|answer| answer.took_ms).collect()
 }
 
-/// Seconds since 1970: what programs in sandboxes and this one have in common.
+/// Returns seconds since 1970: the common clock of programs in sandboxes and this one.
 fn now_s() -> f64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64()
 }
@@ -249,7 +259,7 @@ fn host(site: &str) -> String {
     format!("{site}.example")
 }
 
-/// What the lab was, for the result file.
+/// Returns the lab's description for the result file.
 fn setting_note(lab: &Lab) -> Result<Value> {
     let all = lab.describe()?;
     Ok(json!({

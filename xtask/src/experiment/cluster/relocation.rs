@@ -1,8 +1,10 @@
-//! `relocation`: one client asks for a page 3,000 times; midway the packets of the node that runs the application are dropped
-//! without a word. The request that finds out has it moved, and is answered by another node. Paper 001's figures 3 to 5.
+//! `relocation`: one client requests a page 3,000 times. Midway the packets of the application's
+//! node are silently dropped. The request that finds out has the application moved, and another
+//! node responds. These are figures 3 to 5 of paper 001.
 //!
-//! WordPress' database is reached by its Unix socket, which all nodes see as they are one machine; in a cluster of many it
-//! would be a place of the network. Not here: many sites at once (`storm`).
+//! WordPress's database is reached by its Unix socket, which all nodes see as they are one machine.
+//! In a cluster of many machines it would be a network address. Not here: many sites at once
+//! (`storm`).
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,15 +16,16 @@ use serde_json::json;
 use super::{SHORT_FENCE_MS, host, import, is_on, lab_with_fence, place_on, setting_note, until};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
-use crate::content::wordpress::{self, Server};
-use crate::content::{App, django, redmine};
-use crate::experiment::{Setting, UID_BASE};
-use crate::http::{self, Visit};
+use crate::content::population::UID_BASE;
+use crate::content::wordpress::{self, WordpressServer};
+use crate::content::{ContentApp, django, redmine};
+use crate::experiment::harness::ExperimentSetting;
+use crate::http::{self, HttpVisit};
 use crate::interrupt;
-use crate::lab::{Fault, Lab};
+use crate::lab::{Lab, WireFault};
 use crate::plot::{Chart, Curve, Curves};
 use crate::report::{Bound, Goal, Report, median};
-use crate::server::instance::Status;
+use crate::server::instance::InstanceStatus;
 
 const NODES: usize = 3;
 
@@ -33,10 +36,12 @@ const MARIADB_UID: u32 = UID_BASE - 1;
 const REQUESTS: usize = 3_000;
 const REQUESTS_QUICK: usize = 300;
 
-/// Some applications answer so fast that dropping packets takes longer than the second half: so many follow at most.
+/// Most further requests. Some applications respond so fast that dropping packets takes longer than
+/// the second half.
 const MORE_MAX: usize = 3_000;
 
-/// One round is one request that finds out, so the short form has as many; but for those without images, which take longest.
+/// One round is one request that finds out, so the short form has as many. Rounds without images
+/// take longest and are fewer.
 const ROUNDS: usize = 3;
 
 /// With images at each node, and without any.
@@ -46,7 +51,7 @@ const COLD: &str = "cold";
 
 const DETECT: &str = "relocate-detect";
 
-/// What an answer says of the way it took: `Server-Timing`, and under which key it is in the result.
+/// Stages of a response's route: `Server-Timing`, and the key in the result.
 const STAGES: [(&str, &str); 6] = [
     (DETECT, "detect_ms"),
     ("relocate-decide", "decide_ms"),
@@ -63,30 +68,30 @@ const GOALS: [Goal; 4] = [
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-struct Hosted {
+struct HostedSite {
     name: &'static str,
     uid: u32,
-    app: App,
+    app: ContentApp,
 }
 
 /// All of one run, in order.
-struct Series {
+struct RelocationSeries {
     app: &'static str,
     variant: &'static str,
     round: usize,
-    asked: Vec<Asked>,
+    asked: Vec<RelocationAnswer>,
     /// When the packets were dropped, milliseconds from the first request.
     cut_ms: f64,
 }
 
-struct Asked {
+struct RelocationAnswer {
     at_ms: f64,
     took_ms: f64,
     is_right: bool,
     head: String,
 }
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("relocation");
     let rounds_of = |variant| if setting.quick && variant == COLD { 1 } else { ROUNDS };
     let requests = if setting.quick { REQUESTS_QUICK } else { REQUESTS };
@@ -130,43 +135,44 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn apps(lab: &Lab, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
+fn apps(lab: &Lab, mariadb: &MariaDb) -> Result<Vec<HostedSite>> {
     eprintln!("preparing Django, WordPress and Redmine");
     let dir = |name: &str| lab.shared().join(name);
     let account = mariadb.database("wordpress")?;
-    let hosted = |name, uid, app| Hosted { name, uid, app };
+    let hosted = |name, uid, app| HostedSite { name, uid, app };
     Ok(vec![
         hosted("django", UID_BASE, django::create(&dir("django"), UID_BASE)?),
         hosted(
             "wordpress",
             UID_BASE + 1,
-            wordpress::create(&dir("wordpress"), UID_BASE + 1, &account, Server::Apache)?,
+            wordpress::create(&dir("wordpress"), UID_BASE + 1, &account, WordpressServer::Apache)?,
         ),
         hosted("redmine", UID_BASE + 2, redmine::create(&dir("redmine"), UID_BASE + 2)?),
     ])
 }
 
-fn records(apps: &[Hosted]) -> Vec<serde_json::Value> {
+fn records(apps: &[HostedSite]) -> Vec<serde_json::Value> {
     apps.iter()
         .flat_map(|hosted| {
             let tenant = json!({"tenant": {"name": hosted.name, "uid": hosted.uid, "gid": hosted.uid}});
             let mut records = vec![tenant];
-            // Without the files that a static site would serve: the page alone is asked for.
-            let app = App { files: None, ..hosted.app.clone() };
+            // Without the files of a static site: only the page is requested.
+            let app = ContentApp { files: None, ..hosted.app.clone() };
             records.extend(app.records(hosted.name, hosted.name, &host(hosted.name)));
             records
         })
         .collect()
 }
 
-/// Waits until every node has the site's image. Where they do not come by themselves, each node takes one while it runs there.
-fn spread_images(lab: &Lab, hosted: &Hosted, home: &str) -> Result<&'static str> {
+/// Waits until every node has the site's image. If they do not come by themselves, each node takes
+/// one while it runs there.
+fn spread_images(lab: &Lab, hosted: &HostedSite, home: &str) -> Result<&'static str> {
     /// From node to node, in the background.
     const COME_MAX: Duration = Duration::from_secs(20);
     place_on(lab, hosted.name, home)?;
     ensure!(visit(lab, hosted, home)?.1, "{} does not answer before anything happens", hosted.name);
     let lacks = |name: &String| -> Result<bool> {
-        Ok(Status::of_all(&lab.node(name)?)?
+        Ok(InstanceStatus::of_all(&lab.node(name)?)?
             .get(hosted.name)
             .is_none_or(|status| status.image_bytes.is_none()))
     };
@@ -189,8 +195,9 @@ fn spread_images(lab: &Lab, hosted: &Hosted, home: &str) -> Result<&'static str>
     Ok("taken at each node")
 }
 
-/// Has every image in the page cache, where a host with memory to spare has it: the wait for a disk would be the disk's figure.
-/// Some virtual machines give unused cache back to their host within a minute.
+/// Reads every image into the page cache, as on a host with spare memory. Otherwise the result
+/// would be that of a disk. Some virtual machines return unused cache to their host within a
+/// minute.
 fn read_images(lab: &Lab) -> Result<()> {
     for name in lab.node_names() {
         read_all(&lab.node(&name)?.images())?;
@@ -212,7 +219,7 @@ fn read_all(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-fn visit(lab: &Lab, hosted: &Hosted, edge: &str) -> Result<(Visit, bool)> {
+fn visit(lab: &Lab, hosted: &HostedSite, edge: &str) -> Result<(HttpVisit, bool)> {
     let address = lab.address(edge)?;
     let page = hosted.app.page;
     let visit = lab.as_client(|| http::visit(address, &host(hosted.name), page.path))??;
@@ -220,18 +227,18 @@ fn visit(lab: &Lab, hosted: &Hosted, edge: &str) -> Result<(Visit, bool)> {
     Ok((visit, is_right))
 }
 
-/// All requests of one client, one after the other, at an edge that goes on living.
+/// Sends all requests of one client, one after the other, at an edge that survives.
 fn one_run(
     lab: &Lab,
-    hosted: &Hosted,
+    hosted: &HostedSite,
     variant: &'static str,
     round: usize,
     home: &str,
     requests: usize,
-) -> Result<Series> {
+) -> Result<RelocationSeries> {
     ensure!(is_on(lab, hosted.name, home)?, "{} is not on {home}", hosted.name);
     let edge = lab.node_names().into_iter().find(|name| name != home).context("a lab of one node")?;
-    // Awake, with a connection between the nodes, as it is when people come all the time.
+    // Awake, with a connection between the nodes, as under steady load.
     for _ in 0..10 {
         ensure!(visit(lab, hosted, &edge)?.1, "{} does not answer by way of {edge}", hosted.name);
     }
@@ -242,10 +249,10 @@ fn one_run(
     std::thread::scope(|scope| {
         let cutter = scope.spawn(move || -> Result<f64> {
             told.recv().context("no request was in the middle")?;
-            lab.cut(home, Fault::Silent)?;
+            lab.cut(home, WireFault::Silent)?;
             Ok(since())
         });
-        let asked = lab.as_client(|| -> Result<Vec<Asked>> {
+        let asked = lab.as_client(|| -> Result<Vec<RelocationAnswer>> {
             let mut all = Vec::with_capacity(requests);
             let mut has_moved = false;
             while all.len() < requests || !has_moved {
@@ -267,11 +274,11 @@ fn one_run(
             Ok(all)
         })??;
         let cut_ms = cutter.join().map_err(|_| anyhow!("cutting a wire panicked"))??;
-        Ok(Series { app: hosted.name, variant, round, asked, cut_ms })
+        Ok(RelocationSeries { app: hosted.name, variant, round, asked, cut_ms })
     })
 }
 
-fn judge(at_ms: f64, took_ms: f64, answer: Result<Visit>, text: &str) -> Asked {
+fn judge(at_ms: f64, took_ms: f64, answer: Result<HttpVisit>, text: &str) -> RelocationAnswer {
     match answer {
         Ok(visit) => {
             let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(text);
@@ -279,32 +286,33 @@ fn judge(at_ms: f64, took_ms: f64, answer: Result<Visit>, text: &str) -> Asked {
                 let said: String = String::from_utf8_lossy(&visit.body).chars().take(300).collect();
                 eprintln!("after {took_ms:.0} ms: {} {said}", visit.status);
             }
-            Asked { at_ms, took_ms, is_right, head: visit.head }
+            RelocationAnswer { at_ms, took_ms, is_right, head: visit.head }
         }
         Err(error) => {
             eprintln!("after {took_ms:.0} ms: {error:#}");
-            Asked { at_ms, took_ms, is_right: false, head: String::new() }
+            RelocationAnswer { at_ms, took_ms, is_right: false, head: String::new() }
         }
     }
 }
 
-/// The node is heard again, has given up what it had, and serves others' sites as any node does.
-fn rejoin(lab: &Lab, hosted: &Hosted, home: &str) -> Result<()> {
+/// Waits until the node is heard again, has given up its sites, and serves others' sites as any
+/// node does.
+fn rejoin(lab: &Lab, hosted: &HostedSite, home: &str) -> Result<()> {
     lab.heal(home)?;
     until(&format!("{home} answers again"), || {
         Ok(visit(lab, hosted, home).is_ok_and(|(_, is_right)| is_right))
     })
 }
 
-impl Series {
-    /// The request that took the longest from the cut on.
-    fn peak(&self) -> Option<&Asked> {
+impl RelocationSeries {
+    /// Returns the request that took the longest from the cut on.
+    fn peak(&self) -> Option<&RelocationAnswer> {
         let after = self.asked.iter().filter(|asked| asked.at_ms + asked.took_ms >= self.cut_ms);
         after.max_by(|one, other| one.took_ms.total_cmp(&other.took_ms))
     }
 }
 
-fn sample(report: &mut Report, series: &Series) {
+fn sample(report: &mut Report, series: &RelocationSeries) {
     let (app, variant, round) = (series.app, series.variant, series.round);
     for asked in &series.asked {
         report.sample(round, app, variant, "request_ms", asked.took_ms);
@@ -330,14 +338,14 @@ fn sample(report: &mut Report, series: &Series) {
     }
 }
 
-impl Asked {
-    /// Whether it found out that the node was gone.
+impl RelocationAnswer {
+    /// Returns whether it found out that the node was gone.
     fn has_moved(&self) -> bool {
         http::server_timing(&self.head, DETECT).is_some()
     }
 }
 
-fn summarise(report: &mut Report, all: &[Series]) -> Result<()> {
+fn summarise(report: &mut Report, all: &[RelocationSeries]) -> Result<()> {
     for app in ["wordpress", "redmine", "django"] {
         for (variant, _) in VARIANTS {
             let peak = report.median(app, variant, "peak_ms")?;
@@ -357,8 +365,8 @@ fn summarise(report: &mut Report, all: &[Series]) -> Result<()> {
     Ok(())
 }
 
-/// Every request of every run, as numbers and as curves.
-fn write_series(setting: &Setting, all: &[Series]) -> Result<()> {
+/// Writes every request of every run, as numbers and as curves.
+fn write_series(setting: &ExperimentSetting, all: &[RelocationSeries]) -> Result<()> {
     fs::create_dir_all(&setting.out).with_context(|| format!("creating {}", setting.out.display()))?;
     let mut text = String::from("app,variant,round,number,at_ms,took_ms,right,cut_ms\n");
     for one in all {

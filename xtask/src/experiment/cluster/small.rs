@@ -1,6 +1,7 @@
-//! Small sites for the experiments of a cluster: one program of a few lines, which writes down whom it serves.
+//! Small sites for the experiments of a cluster. Each is one program of a few lines, which records
+//! each request that it serves.
 //!
-//! Not here: what its ledger proves (`ledger`).
+//! Not here: the proof by its ledger (`ledger`).
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,13 +11,13 @@ use serde_json::{Value, json};
 
 use super::{ask_each, host, place_on};
 use crate::content::give;
-use crate::experiment::UID_BASE;
+use crate::content::population::UID_BASE;
 use crate::lab::Lab;
 
-/// Serves one request after the other, each a few milliseconds, and writes the begin and the end of each into the ledger of its
-/// site, which lies on the storage all nodes share. Its boot's name is made for its first visitor, so that two instances of one
-/// image have two. An append of one short line is atomic, and nothing is locked: a program that was stopped in the middle holds
-/// up nobody.
+/// Serves one request after the other, each a few milliseconds. It writes the begin and the end of
+/// each into its site's ledger, on the storage that all nodes share. Its boot's name is made for
+/// its first visitor, so that two instances of one image have two. An append of one short line is
+/// atomic, and nothing is locked. A program that was stopped in the middle blocks no other.
 const PROGRAM: &str = r#"
 use strict;
 use warnings;
@@ -50,14 +51,14 @@ while (accept(my $client, $server)) {
 }
 "#;
 
-/// So many of them, each of a tenant of its own.
-pub struct Small {
+/// A number of small sites, each with its own tenant.
+pub struct SmallCluster {
     names: Vec<String>,
     dirs: Vec<PathBuf>,
     records: Vec<Value>,
 }
 
-impl Small {
+impl SmallCluster {
     pub fn create(lab: &Lab, count: usize, work_seconds: f64) -> Result<Self> {
         let mut all = Self { names: Vec::new(), dirs: Vec::new(), records: Vec::new() };
         for index in 0..count {
@@ -86,7 +87,7 @@ impl Small {
         &self.records
     }
 
-    /// Has all of them run on this node.
+    /// Makes all of them run on this node.
     pub fn gather(&self, lab: &Lab, node: &str) -> Result<()> {
         eprintln!("placing {} sites on {node}", self.names.len());
         self.names.iter().try_for_each(|name| place_on(lab, name, node))?;
@@ -97,7 +98,7 @@ impl Small {
         self.names.iter().map(|name| host(name)).collect()
     }
 
-    /// The text of each site's ledger; empty if it was never asked for.
+    /// Returns the text of each site's ledger; empty if it was never requested.
     pub fn ledgers(&self) -> Vec<String> {
         self.dirs.iter().map(|dir| fs::read_to_string(dir.join("ledger")).unwrap_or_default()).collect()
     }

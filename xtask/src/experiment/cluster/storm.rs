@@ -1,17 +1,18 @@
-//! `relocation-storm`: a node with 200 small sites dies while all of them are asked for.
+//! `relocation-storm`: a node with 200 small sites dies while all of them get requests.
 //!
-//! All its processes are killed at one moment; its kernel stays, so that connections to it are refused. No images: these programs
-//! start faster than most are restored. Not here: a node that falls silent (`relocation`).
+//! All its processes are killed at one moment; its kernel stays, so that connections to it are
+//! refused. There are no images: these programs start faster than most are restored. Not here: a
+//! node that falls silent (`relocation`).
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::small::Small;
+use super::small::SmallCluster;
 use super::{OpenLoad, ask_each, epochs, errors, import, lab, setting_note, times_ms};
-use crate::experiment::Setting;
 use crate::experiment::admission::crowd::percentile;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
@@ -21,16 +22,16 @@ const NODES: usize = 3;
 /// The one that dies.
 const VICTIM: &str = "n1";
 
-/// What a request needs of the application.
+/// Time of a request in the application.
 const WORK_SECONDS: f64 = 0.001;
 
 const PER_SECOND: u32 = 100;
 
-/// When the node dies, and how long people go on asking.
+/// When the node dies, and how long requests continue.
 const DIES_AFTER: Duration = Duration::from_secs(5);
 const ASKED_AFTER: Duration = Duration::from_secs(20);
 
-/// Requests sent this long after the death are those the percentiles are of.
+/// The percentiles are of requests sent up to this long after the death.
 const COUNTED: Duration = Duration::from_secs(10);
 
 const GOALS: [Goal; 2] = [
@@ -38,14 +39,14 @@ const GOALS: [Goal; 2] = [
     Goal { key: "all_back_ms", bound: Bound::AtMost(10_000.0), aim: 5_000.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("relocation-storm");
     let rounds = if setting.quick { 1 } else { 5 };
     report.note("rounds", json!(rounds));
     report.note("load", json!({"requests_per_second": PER_SECOND, "open loop": true}));
     let lab = lab(setting, "storm", NODES, "[instances]\nimage_bytes = \"0B\"\n")?;
     report.note("lab", setting_note(&lab)?);
-    let small = Small::create(&lab, SITES, WORK_SECONDS)?;
+    let small = SmallCluster::create(&lab, SITES, WORK_SECONDS)?;
     import(&lab, small.records())?;
     let survivors: Vec<String> = lab.node_names().into_iter().filter(|name| name != VICTIM).collect();
     let load = |seconds| OpenLoad {
@@ -55,7 +56,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         per_second: PER_SECOND,
         lasts: seconds,
     };
-    // Where each runs is chosen when it is asked for first.
+    // The node of each site is chosen at its first request.
     ask_each(&lab, &small.hosts())?;
     for round in 0..rounds {
         small.gather(&lab, VICTIM)?;

@@ -1,7 +1,9 @@
-//! `wake-faults`: what a visitor sees when an image is bad, a process or a part of the node is killed, an application
-//! misbehaves, or disk or memory run out; and whether the next wake is as it should be.
+//! `wake-faults`: a visitor's view of faults, and whether the next wake works. The faults are bad
+//! images, killed processes, misbehaving applications, and a lack of disk or memory. Parts of the
+//! node are killed, too.
 //!
-//! The images are on a small disk in memory, so that it can be filled. Not here: faults that need another kernel.
+//! The images are on a small disk in memory, so that it can be filled. Not here: faults that need
+//! another kernel.
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read as _, Write as _};
@@ -10,26 +12,26 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use nagaya_cmdb::instance::Tier;
 use nagaya_keeper::image::Digest;
+use nagaya_records::instance::Tier;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::{Value, json};
 
-use super::{Hosted, Hosting, journals, place, uid};
+use super::{AppHosting, HostedApp, journals, place, uid};
 use crate::clients::to_float;
-use crate::content::{App, Page, give};
-use crate::experiment::Setting;
+use crate::content::{AppPage, ContentApp, give};
+use crate::experiment::harness::ExperimentSetting;
 use crate::http;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 use crate::swap;
 
-/// Each fault so often.
+/// Repetitions of each fault.
 const TIMES: usize = 20;
 const TIMES_QUICK: usize = 5;
 
-/// Small programs that listen on a Unix socket, with an answer to all that is asked.
+/// Small programs that listen on a Unix socket, with a response to every request.
 const PLAIN: &str = "def prepare(): pass\n";
 const SERVE: &str = "\
 server = socket.socket(socket.AF_UNIX)
@@ -52,7 +54,8 @@ for _ in range(50):
         signal.pause()
 ";
 
-/// Has a TCP connection from its start on, and needs it for each answer: one that is gone it makes again.
+/// Has a TCP connection from its start on, and needs it for each response. It replaces a closed
+/// connection.
 const HOLDS: &str = "\
 import os, socket, threading
 other = socket.create_server(('127.0.0.1', 8007))
@@ -85,14 +88,14 @@ prepare()
 const CRASHES: &str = "raise SystemExit('this release does not run')\n";
 const NEVER_LISTENS: &str = "import signal\nsignal.pause()\n";
 
-/// How long an application may take until it listens, and a visitor may wait to be told that it does not.
+/// Longest time until an application listens, and longest wait of a visitor for the error.
 const START_SECONDS: u32 = 5;
 const ERROR_MAX: Duration = Duration::from_secs(10);
 
-/// What that visitor is told: a status and a code.
+/// The visitor's error: a status and a code.
 const ERROR: (u16, &str) = (502, "NGY0417");
 
-/// Takes all the memory there is when it is told to, and its cell has little.
+/// Takes all memory on a certain request, and its cell has little.
 const HUNGRY: &str = "\
 import os, socket
 server = socket.socket(socket.AF_UNIX)
@@ -111,43 +114,43 @@ while True:
 const HUNGRY_SITE: &str = "hungry";
 const HUNGRY_MEMORY: &str = "64M";
 
-/// How long the kernel may take to end it for want of memory.
+/// Longest time until the kernel ends it for lack of memory.
 const KILLED_MAX: Duration = Duration::from_secs(20);
 
 const JOURNAL: &str = "journal-0";
 
-/// Bytes of the disk of the images: 256 MiB stay free, and the others hold the images several times.
+/// Bytes of the disk of the images: 256 MiB stay free, and the rest holds the images several times.
 const DISK: &str = "size=1200m";
 
-/// What is left of it when it is full.
+/// Free bytes when it is full.
 const DISK_LEFT: u64 = 16 << 20;
 
 /// The file that fills it.
 const FILLER: &str = "filler";
 
-/// What is done to an instance that rests at a tier.
-struct Fault {
+/// An action on an instance that rests at a tier.
+struct ImageFault {
     name: &'static str,
     site: &'static str,
     rests: Tier,
     inject: Act,
-    /// What a visitor gets then.
-    gets: Gets,
-    /// Before it is looked whether all is well again.
+    /// The visitor's result.
+    gets: FaultGets,
+    /// Repairs the fault before the check.
     mend: Act,
 }
 
-/// Of a site.
-type Act = fn(&mut Scene, &str) -> Result<()>;
+/// An action on a site.
+type Act = fn(&mut FaultScene, &str) -> Result<()>;
 
 #[derive(Clone, Copy)]
-enum Gets {
+enum FaultGets {
     Page,
     /// `ERROR`, soon: there is nothing that could be shown.
     Error,
 }
 
-const FAULTS: [Fault; 22] = [
+const FAULTS: [ImageFault; 22] = [
     fault("image cut", JOURNAL, Tier::Image, cut),
     fault("image altered", JOURNAL, Tier::Image, alter),
     fault("header altered", JOURNAL, Tier::Image, alter_header),
@@ -155,7 +158,7 @@ const FAULTS: [Fault; 22] = [
     fault("image of another kernel", JOURNAL, Tier::Image, of_another_kernel),
     fault("image of another CRIU", JOURNAL, Tier::Image, of_another_criu),
     fault("image of another base", JOURNAL, Tier::Image, of_another_base),
-    Fault { mend: give_criu, ..fault("CRIU missing", JOURNAL, Tier::Image, take_criu) },
+    ImageFault { mend: give_criu, ..fault("CRIU missing", JOURNAL, Tier::Image, take_criu) },
     fault("killed while frozen", JOURNAL, Tier::Frozen, kill_first),
     fault("killed while it ran", JOURNAL, Tier::Running, kill_first),
     fault("keeper killed", JOURNAL, Tier::Frozen, kill_keeper),
@@ -169,17 +172,17 @@ const FAULTS: [Fault; 22] = [
     bad_release("crash at boot", |scene, site| scene.release(site, CRASHES)),
     bad_release("never listens", |scene, site| scene.release(site, NEVER_LISTENS)),
     fault("out of memory", HUNGRY_SITE, Tier::Running, exhaust),
-    Fault { mend: make_room, ..fault("disk full", JOURNAL, Tier::Image, fill) },
+    ImageFault { mend: make_room, ..fault("disk full", JOURNAL, Tier::Image, fill) },
 ];
 
-const fn fault(name: &'static str, site: &'static str, rests: Tier, inject: Act) -> Fault {
-    Fault { name, site, rests, inject, gets: Gets::Page, mend: nothing }
+const fn fault(name: &'static str, site: &'static str, rests: Tier, inject: Act) -> ImageFault {
+    ImageFault { name, site, rests, inject, gets: FaultGets::Page, mend: nothing }
 }
 
 /// The next release is good again.
-const fn bad_release(name: &'static str, inject: Act) -> Fault {
+const fn bad_release(name: &'static str, inject: Act) -> ImageFault {
     let mend: Act = |scene, site| scene.release(site, &program(SOUND, SERVE));
-    Fault { gets: Gets::Error, mend, ..fault(name, "released", Tier::Image, inject) }
+    ImageFault { gets: FaultGets::Error, mend, ..fault(name, "released", Tier::Image, inject) }
 }
 
 const GOALS: [Goal; 2] = [
@@ -187,7 +190,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "recovered_pct", bound: Bound::AtLeast(100.0), aim: 100.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("wake-faults");
     let mut apps = journals(setting.dir(), 1)?;
     let programs = [
@@ -202,11 +205,11 @@ pub fn run(setting: &Setting) -> Result<()> {
         apps.push(small(setting.dir(), name, &program(begin, serve), uid(index + 1)?)?);
     }
     let images = setting.dir().join("nagaya/state/images");
-    let disk = Disk::mount(&images)?;
-    let hosting = Hosting::start(setting, "nagaya", &apps, "")?;
+    let disk = FaultDisk::mount(&images)?;
+    let hosting = AppHosting::start(setting, "nagaya", &apps, "")?;
     hosting.node.run(&["site", "set", HUNGRY_SITE, "--memory", HUNGRY_MEMORY])?;
     let dir = setting.dir().to_path_buf();
-    let mut scene = Scene { hosting, apps, dir, images: images.join("images"), disk, releases: 1 };
+    let mut scene = FaultScene { hosting, apps, dir, images: images.join("images"), disk, releases: 1 };
     for hosted in &scene.apps {
         let (visit, is_right) = scene.hosting.visit(&hosted.name, hosted.app.page)?;
         ensure!(is_right, "{} answers {}", hosted.name, visit.status);
@@ -241,13 +244,13 @@ fn program(begin: &str, serve: &str) -> String {
     format!("{PLAIN}{begin}{serve}")
 }
 
-/// Where the program of a site is.
+/// Returns the path of a site's program.
 fn program_file(dir: &Path, site: &str) -> PathBuf {
     place(dir, site).join("server.py")
 }
 
-/// A program of a few lines as a site.
-fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<Hosted> {
+/// Makes a site of a program of a few lines.
+fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<HostedApp> {
     let tree = place(dir, name);
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
     let file = program_file(dir, name);
@@ -255,26 +258,26 @@ fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<Hosted> {
     give(&tree, uid)?;
     let command = ["/usr/bin/python3".into(), file];
     let backend = json!({"kind": "app", "command": command, "directory": tree, "release": "1", "start_seconds": START_SECONDS});
-    let app = App { backend, files: None, page: Page { path: "/", text: "here" }, login: "/" };
-    Ok(Hosted { name: name.into(), uid, app })
+    let app = ContentApp { backend, files: None, page: AppPage { path: "/", text: "here" }, login: "/" };
+    Ok(HostedApp { name: name.into(), uid, app })
 }
 
-struct Scene {
-    hosting: Hosting,
-    apps: Vec<Hosted>,
-    /// The experiment's.
+struct FaultScene {
+    hosting: AppHosting,
+    apps: Vec<HostedApp>,
+    /// The experiment's directory.
     dir: PathBuf,
-    /// Where the node keeps its images.
+    /// The node's directory of images.
     images: PathBuf,
-    disk: Disk,
+    disk: FaultDisk,
     /// Of all sites together.
     releases: u32,
 }
 
-/// A small disk in memory, gone with this.
-struct Disk(PathBuf);
+/// A small disk in memory, which ends with this value.
+struct FaultDisk(PathBuf);
 
-impl Disk {
+impl FaultDisk {
     fn mount(at: &Path) -> Result<Self> {
         fs::create_dir_all(at).with_context(|| format!("creating {}", at.display()))?;
         let options = std::ffi::CString::new(DISK).context("options of a mount")?;
@@ -297,31 +300,32 @@ impl Disk {
     }
 }
 
-impl Drop for Disk {
+impl Drop for FaultDisk {
     fn drop(&mut self) {
-        // The experiment's directory is removed anyway; a disk in memory that stays would be noticed there.
+        // The experiment's directory is removed anyway; a leftover disk in memory would be noticed
+        // there.
         if let Err(error) = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH) {
             eprintln!("{} stays mounted: {error}", self.0.display());
         }
     }
 }
 
-struct Outcome {
-    /// The visitor got what is to be got.
+struct FaultOutcome {
+    /// The visitor got the expected result.
     is_right: bool,
     ms: f64,
     /// The instance has an image again, and wakes from it.
     is_recovered: bool,
 }
 
-impl Scene {
-    fn try_one(&mut self, fault: &Fault) -> Result<Outcome> {
+impl FaultScene {
+    fn try_one(&mut self, fault: &ImageFault) -> Result<FaultOutcome> {
         let page = self.page(fault.site)?;
         self.make_rest(fault.site, fault.rests)?;
         (fault.inject)(self, fault.site)?;
         let (visit, is_right) = match fault.gets {
-            Gets::Page => self.visit(fault.site, page),
-            Gets::Error => self.visit_in_vain(fault.site, page),
+            FaultGets::Page => self.visit(fault.site, page),
+            FaultGets::Error => self.visit_in_vain(fault.site, page),
         };
         (fault.mend)(self, fault.site)?;
         let is_recovered = match self.recover(fault.site, page) {
@@ -331,11 +335,12 @@ impl Scene {
                 false
             }
         };
-        Ok(Outcome { is_right, ms: visit, is_recovered })
+        Ok(FaultOutcome { is_right, ms: visit, is_recovered })
     }
 
-    /// Milliseconds, and whether the page came. No answer at all is a visitor's error, not the experiment's.
-    fn visit(&self, site: &str, page: Page) -> (f64, bool) {
+    /// Returns milliseconds, and whether the page came. No response at all is a visitor's error,
+    /// not the experiment's.
+    fn visit(&self, site: &str, page: AppPage) -> (f64, bool) {
         let begun = std::time::Instant::now();
         let came = self.hosting.visit(site, page);
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -348,8 +353,8 @@ impl Scene {
         }
     }
 
-    /// The same where the page cannot come: whether the visitor is told so, and soon.
-    fn visit_in_vain(&self, site: &str, page: Page) -> (f64, bool) {
+    /// Does the same if the page cannot come: returns whether the visitor gets the error, and soon.
+    fn visit_in_vain(&self, site: &str, page: AppPage) -> (f64, bool) {
         let begun = std::time::Instant::now();
         let came = http::visit(self.hosting.node.address, &super::host(site), page.path);
         let took = begun.elapsed();
@@ -363,7 +368,7 @@ impl Scene {
         (took.as_secs_f64() * 1e3, is_told && took <= ERROR_MAX)
     }
 
-    /// Another release of a site, with this program.
+    /// Makes another release of a site, with this program.
     fn release(&mut self, site: &str, program: &str) -> Result<()> {
         let file = program_file(&self.dir, site);
         fs::write(&file, program).with_context(|| format!("writing {}", file.display()))?;
@@ -372,12 +377,12 @@ impl Scene {
         self.hosting.node.run(&["site", "set", site, "--release", &release]).map(drop)
     }
 
-    fn page(&self, site: &str) -> Result<Page> {
+    fn page(&self, site: &str) -> Result<AppPage> {
         let hosted = self.apps.iter().find(|hosted| hosted.name == site);
         Ok(hosted.with_context(|| format!("no application {site}"))?.app.page)
     }
 
-    /// With an image, whatever happened before.
+    /// Lets it rest with an image, whatever happened before.
     fn make_rest(&self, site: &str, tier: Tier) -> Result<()> {
         let page = self.page(site)?;
         self.visit(site, page);
@@ -391,21 +396,21 @@ impl Scene {
         }
     }
 
-    /// A new image, once nobody uses the instance any more.
+    /// Takes a new image once the instance is no longer in use.
     fn retake(&self, site: &str) -> Result<()> {
-        // Frozen is where nobody uses it, as it has processes and no image is needed.
+        // Frozen means that it is not in use, has processes and needs no image.
         self.hosting.rest(site, Tier::Frozen)?;
         self.hosting.node.run(&["instance", "image", site]).map(drop)
     }
 
-    fn recover(&self, site: &str, page: Page) -> Result<bool> {
+    fn recover(&self, site: &str, page: AppPage) -> Result<bool> {
         self.make_rest(site, Tier::Image)?;
         let (_, is_right) = self.visit(site, page);
         let woken = self.hosting.status(site)?.last_wake.map(|wake| wake.from);
         Ok(is_right && woken == Some(Tier::Image))
     }
 
-    /// The directory of a site's image.
+    /// Returns the directory of a site's image.
     fn image(&self, site: &str) -> Result<PathBuf> {
         let dirs =
             fs::read_dir(&self.images).with_context(|| format!("reading {}", self.images.display()))?;
@@ -420,7 +425,7 @@ impl Scene {
         bail!("there is no image of {site} in {}", self.images.display())
     }
 
-    /// The largest file of the image: its memory.
+    /// Returns the largest file of the image: its memory.
     fn memory(&self, site: &str) -> Result<(fs::File, u64)> {
         let image = self.image(site)?;
         let files = fs::read_dir(&image).with_context(|| format!("reading {}", image.display()))?.flatten();
@@ -449,23 +454,24 @@ fn pid(number: impl TryInto<i32>) -> Result<Pid> {
     number.try_into().ok().and_then(Pid::from_raw).context("the number of a process")
 }
 
-fn nothing(_: &mut Scene, _: &str) -> Result<()> {
+fn nothing(_: &mut FaultScene, _: &str) -> Result<()> {
     Ok(())
 }
 
-/// No room for an image, when there is none.
-fn fill(scene: &mut Scene, site: &str) -> Result<()> {
+/// Leaves no room for an image, when there is none.
+fn fill(scene: &mut FaultScene, site: &str) -> Result<()> {
     remove(scene, site)?;
     scene.disk.fill()
 }
 
-fn make_room(scene: &mut Scene, _: &str) -> Result<()> {
+fn make_room(scene: &mut FaultScene, _: &str) -> Result<()> {
     scene.disk.make_room()
 }
 
-/// Somebody else's request makes it take all the memory there is; what that one is answered is no matter here.
-fn exhaust(scene: &mut Scene, site: &str) -> Result<()> {
-    // One that ends again and again is started with pauses, as it should be; with a new image that is forgotten.
+/// Makes it take all memory by another request, whose response does not matter.
+fn exhaust(scene: &mut FaultScene, site: &str) -> Result<()> {
+    // An instance that ends repeatedly is started with pauses, as intended; a new image resets
+    // that.
     scene.retake(site)?;
     let pids = scene.hosting.status(site)?.pids;
     let last = pidfd_open(pid(*pids.last().context("an instance without processes")?)?, PidfdFlags::empty())
@@ -475,34 +481,34 @@ fn exhaust(scene: &mut Scene, site: &str) -> Result<()> {
     write!(stream, "POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         .context("sending")?;
     stream.read_to_end(&mut Vec::new()).context("receiving")?;
-    // It may be answered before the kernel has ended all of it.
+    // The response may come before the kernel has ended all of it.
     let within = Timespec { tv_sec: KILLED_MAX.as_secs().cast_signed(), tv_nsec: 0 };
     let ended = poll(&mut [PollFd::new(&last, PollFlags::IN)], Some(&within)).context("waiting")?;
     ensure!(ended == 1, "{site} has as much memory as it wants");
     Ok(())
 }
 
-fn cut(scene: &mut Scene, site: &str) -> Result<()> {
+fn cut(scene: &mut FaultScene, site: &str) -> Result<()> {
     let (file, len) = scene.memory(site)?;
     file.set_len(len / 2).context("cutting an image")
 }
 
-fn alter(scene: &mut Scene, site: &str) -> Result<()> {
+fn alter(scene: &mut FaultScene, site: &str) -> Result<()> {
     let (file, len) = scene.memory(site)?;
     let mut byte = [0];
     file.read_exact_at(&mut byte, len / 2).context("reading an image")?;
     file.write_all_at(&[!byte[0]], len / 2).context("altering an image")
 }
 
-fn alter_header(scene: &mut Scene, site: &str) -> Result<()> {
+fn alter_header(scene: &mut FaultScene, site: &str) -> Result<()> {
     let path = scene.image(site)?.join("header");
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     fs::write(&path, text.replacen("\"kernel\": \"", "\"kernel\": \"another ", 1))
         .with_context(|| format!("writing {}", path.display()))
 }
 
-/// Changes the header of an image to one that is whole, with a digest that is right.
-fn forge(scene: &Scene, site: &str, change: impl FnOnce(&mut Value)) -> Result<()> {
+/// Changes the header of an image to a complete one with a correct digest.
+fn forge(scene: &FaultScene, site: &str, change: impl FnOnce(&mut Value)) -> Result<()> {
     let path = scene.image(site)?.join("header");
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     let (first, body) = text.split_once('\n').context("a header of one line")?;
@@ -515,55 +521,55 @@ fn forge(scene: &Scene, site: &str, change: impl FnOnce(&mut Value)) -> Result<(
         .with_context(|| format!("writing {}", path.display()))
 }
 
-fn of_another_kernel(scene: &mut Scene, site: &str) -> Result<()> {
+fn of_another_kernel(scene: &mut FaultScene, site: &str) -> Result<()> {
     forge(scene, site, |header| header["environment"]["kernel"] = json!("5.10.0 #1"))
 }
 
-fn of_another_criu(scene: &mut Scene, site: &str) -> Result<()> {
+fn of_another_criu(scene: &mut FaultScene, site: &str) -> Result<()> {
     forge(scene, site, |header| header["environment"]["criu"] = json!("4.0"))
 }
 
-fn of_another_base(scene: &mut Scene, site: &str) -> Result<()> {
+fn of_another_base(scene: &mut FaultScene, site: &str) -> Result<()> {
     forge(scene, site, |header| header["subject"]["base"] = json!(Digest::of(&[b"another"]).to_string()))
 }
 
 /// The next keeper finds no CRIU.
-fn take_criu(scene: &mut Scene, _: &str) -> Result<()> {
+fn take_criu(scene: &mut FaultScene, _: &str) -> Result<()> {
     let absent = scene.dir.join("no-criu");
     scene.hosting.reconfigure(&format!("criu = {:?}\n", absent.display().to_string()))?;
     scene.kill_part("keeper")
 }
 
-fn give_criu(scene: &mut Scene, site: &str) -> Result<()> {
+fn give_criu(scene: &mut FaultScene, site: &str) -> Result<()> {
     ensure!(scene.hosting.status(site)?.image_bytes.is_none(), "{site} has an image without a CRIU");
     scene.hosting.reconfigure("")?;
     scene.kill_part("keeper")
 }
 
-/// Where there is no swap it stays frozen.
-fn reclaim(scene: &mut Scene, site: &str) -> Result<()> {
+/// Without swap it stays frozen.
+fn reclaim(scene: &mut FaultScene, site: &str) -> Result<()> {
     scene.hosting.node.run(&["instance", "rest", site, "--to", "reclaimed"])?;
     let tier = scene.hosting.status(site)?.tier;
     ensure!(tier == if swap::is_there() { Tier::Reclaimed } else { Tier::Frozen }, "{site} is at {tier}");
     Ok(())
 }
 
-fn remove(scene: &mut Scene, site: &str) -> Result<()> {
+fn remove(scene: &mut FaultScene, site: &str) -> Result<()> {
     let image = scene.image(site)?;
     fs::remove_dir_all(&image).with_context(|| format!("removing {}", image.display()))
 }
 
-fn kill_first(scene: &mut Scene, site: &str) -> Result<()> {
+fn kill_first(scene: &mut FaultScene, site: &str) -> Result<()> {
     let pids = scene.hosting.status(site)?.pids;
-    // The last of them is the application's own; the first is the sandbox'.
+    // The last of them is the application's own; the first is the sandbox's.
     kill(pids.last().copied().context("an instance without processes")?.into())
 }
 
-fn kill_keeper(scene: &mut Scene, _: &str) -> Result<()> {
+fn kill_keeper(scene: &mut FaultScene, _: &str) -> Result<()> {
     scene.kill_part("keeper")
 }
 
-fn kill_edge(scene: &mut Scene, _: &str) -> Result<()> {
+fn kill_edge(scene: &mut FaultScene, _: &str) -> Result<()> {
     scene.kill_part("edge")
 }
 

@@ -1,13 +1,15 @@
-//! The experiments of instances: what it takes to wake one from each tier, what one costs while it rests, what a sandbox
-//! costs, and that no fault reaches a visitor.
+//! The experiments of instances: wakes from each tier, the cost of resting instances, and the cost
+//! of a sandbox. One checks that no fault reaches a visitor.
 //!
 //! Not here: the applications (`content`).
 
 mod damon;
 pub mod faults;
+pub mod field;
 pub mod parallel;
 pub mod rest_cost;
 pub mod sandbox_cost;
+mod session;
 pub mod wake;
 
 use std::collections::BTreeMap;
@@ -18,49 +20,50 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::{Setting, UID_BASE};
-use crate::content::{App, Page, copy_tree, django, give};
-use crate::http::{self, Visit};
+use crate::content::population::UID_BASE;
+use crate::content::{AppPage, ContentApp, copy_tree, django, give};
+use crate::experiment::harness::ExperimentSetting;
+use crate::http::{self, HttpVisit};
 use crate::interrupt;
-use crate::process::Process;
+use crate::process::RunningProcess;
 use crate::report::Report;
-use crate::server::instance::{self, Status};
-use crate::server::nagaya::{Node, Settings};
-use crate::swap::Swap;
+use crate::server::instance::{self, InstanceStatus};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::swap::SwapSpace;
 
-/// Settings of a node whose instances go to rest only when they are told to.
+/// Settings of a node whose instances rest only on command.
 const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
      image_after = \"13d\"\ncold_after = \"14d\"\n";
 
-/// What a node says when it has done as it was told.
+/// A node's log line after it has reread its configuration.
 const READ_AGAIN: &str = "the configuration was read again";
 
 /// Longest wait for that.
 const READ_MAX: Duration = Duration::from_secs(20);
 
 /// A site of kind `app`, under the name of its application.
-struct Hosted {
+struct HostedApp {
     name: String,
-    /// Of its tenant, whose files it uses.
+    /// Uid of its tenant, whose files it uses.
     uid: u32,
-    app: App,
+    app: ContentApp,
 }
 
-/// A node with applications, each of a tenant of its own.
-struct Hosting {
-    node: Node,
-    process: Process,
+/// A node with applications, each with its own tenant.
+struct AppHosting {
+    node: NagayaNode,
+    process: RunningProcess,
 }
 
-impl Hosting {
-    /// `tables`: what follows in the table `[instances]`.
-    fn start(setting: &Setting, name: &str, apps: &[Hosted], tables: &str) -> Result<Self> {
-        let settings = Settings { tables: format!("{RESTLESS}{tables}"), ..Settings::default() };
-        let node = Node::create(&setting.program, setting.dir(), name, settings)?;
+impl AppHosting {
+    /// Starts a node. `tables` is the text that follows in the table `[instances]`.
+    fn start(setting: &ExperimentSetting, name: &str, apps: &[HostedApp], tables: &str) -> Result<Self> {
+        let settings = NagayaSettings { tables: format!("{RESTLESS}{tables}"), ..NagayaSettings::default() };
+        let node = NagayaNode::create(&setting.program, setting.dir(), name, settings)?;
         let (path, mut writer) = node.records("sites.jsonl")?;
         let mut line = |record: Value| writeln!(writer, "{record}").context("writing records");
         for hosted in apps {
@@ -77,8 +80,8 @@ impl Hosting {
         Ok(Self { node, process })
     }
 
-    /// Gets a page, as a visitor would. True: it is the right one.
-    fn visit(&self, site: &str, page: Page) -> Result<(Visit, bool)> {
+    /// Gets a page, as a visitor would. Returns true if it is the right one.
+    fn visit(&self, site: &str, page: AppPage) -> Result<(HttpVisit, bool)> {
         interrupt::check()?;
         let visit = http::visit(self.node.address, &host(site), page.path)?;
         let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(page.text);
@@ -89,7 +92,7 @@ impl Hosting {
         Ok((visit, is_right))
     }
 
-    /// Lets an instance rest, which nobody uses, and waits until it does.
+    /// Lets an unused instance rest, and waits until it does.
     fn rest(&self, site: &str, to: Tier) -> Result<()> {
         let rests = instance::rest(&self.node, site, to)
             .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))?;
@@ -102,22 +105,22 @@ impl Hosting {
             .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))
     }
 
-    fn status(&self, site: &str) -> Result<Status> {
-        Status::of(&self.node, site)
+    fn status(&self, site: &str) -> Result<InstanceStatus> {
+        InstanceStatus::of(&self.node, site)
     }
 
-    /// The version of the CRIU that makes its images.
+    /// Returns the version of the CRIU that makes its images.
     fn criu(&self) -> Result<Value> {
         let status = self.node.run(&["status", "--json"])?;
         let status: Value = serde_json::from_str(&status).context("reading the status")?;
         Ok(status["keeper"]["instances"]["images"]["criu"].clone())
     }
 
-    fn statuses(&self) -> Result<BTreeMap<String, Status>> {
-        Status::of_all(&self.node)
+    fn statuses(&self) -> Result<BTreeMap<String, InstanceStatus>> {
+        InstanceStatus::of_all(&self.node)
     }
 
-    /// Makes the node read its configuration with something else in the table `[instances]`.
+    /// Makes the node reread its configuration with another table `[instances]`.
     fn reconfigure(&mut self, tables: &str) -> Result<()> {
         let file = self.node.config_file();
         let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
@@ -132,7 +135,7 @@ impl Hosting {
     }
 
     /// Gets a page of each of these at the same moment.
-    fn visit_all(&self, apps: &[Hosted]) -> Result<Vec<(Visit, bool)>> {
+    fn visit_all(&self, apps: &[HostedApp]) -> Result<Vec<(HttpVisit, bool)>> {
         let start = Barrier::new(apps.len());
         std::thread::scope(|scope| {
             let visitors: Vec<_> = apps
@@ -157,9 +160,9 @@ fn uid(index: usize) -> Result<u32> {
     Ok(UID_BASE + u32::try_from(index).context("number of applications")?)
 }
 
-/// Has memory go somewhere else than to image files while the value lives, and notes where, or why it cannot.
-fn swap(setting: &Setting, report: &mut Report) -> Option<Swap> {
-    match Swap::get(setting.dir()) {
+/// Provides swap while the value lives. Notes where, or why it cannot.
+fn swap(setting: &ExperimentSetting, report: &mut Report) -> Option<SwapSpace> {
+    match SwapSpace::get(setting.dir()) {
         Ok(swap) => {
             report.note("swap", json!(swap.kind()));
             Some(swap)
@@ -173,16 +176,16 @@ fn swap(setting: &Setting, report: &mut Report) -> Option<Swap> {
     }
 }
 
-/// A directory for one application's files.
+/// Returns a directory for one application's files.
 fn place(dir: &Path, name: &str) -> PathBuf {
     dir.join("apps").join(name)
 }
 
-/// So many journals of Django, each with files and a database of its own.
-fn journals(dir: &Path, count: usize) -> Result<Vec<Hosted>> {
+/// Makes this many Django journals, each with its own files and database.
+fn journals(dir: &Path, count: usize) -> Result<Vec<HostedApp>> {
     let first = place(dir, "journal-0");
     let app = django::create(&first, uid(0)?)?;
-    let mut all = vec![Hosted { name: "journal-0".into(), uid: uid(0)?, app }];
+    let mut all = vec![HostedApp { name: "journal-0".into(), uid: uid(0)?, app }];
     for index in 1..count {
         interrupt::check()?;
         let name = format!("journal-{index}");
@@ -194,7 +197,7 @@ fn journals(dir: &Path, count: usize) -> Result<Vec<Hosted>> {
         let moved = app.backend.to_string().replace(&*first.to_string_lossy(), &tree.to_string_lossy());
         app.backend = serde_json::from_str(&moved).context("moving a record")?;
         app.files = None;
-        all.push(Hosted { name, uid, app });
+        all.push(HostedApp { name, uid, app });
     }
     all[0].app.files = None;
     Ok(all)

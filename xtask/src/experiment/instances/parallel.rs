@@ -1,31 +1,32 @@
-//! `wake-parallel`: many applications asked for at the same moment, each restored from its image: with the bound of wakes at
-//! once, and without.
+//! `wake-parallel`: many applications get requests at the same moment, each restored from its
+//! image. It runs with the limit of wakes at once, and without.
 //!
-//! There is no more than one wake of an instance however many ask for it, so that many wakes are always of many instances.
-//! Here each has files, a database and an image of its own; at the end there are 500 small programs, all started at once. Not
-//! here: one at a time (`wake`).
+//! There is at most one wake of an instance, however many requests come. So many wakes are always
+//! of many instances. Here each has its own files, database and image. At the end, 500 small
+//! programs are all started at once. Not here: one at a time (`wake`).
 
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use serde_json::json;
 
-use super::{Hosted, Hosting, journals, place, uid};
-use crate::clients::{Answers, to_float};
-use crate::content::{App, Page};
-use crate::experiment::Setting;
+use super::{AppHosting, HostedApp, journals, place, uid};
+use crate::clients::{ClientAnswers, to_float};
+use crate::content::{AppPage, ContentApp};
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 
-/// Applications asked for at once.
+/// Applications requested at once.
 const AT_ONCE: [usize; 5] = [1, 4, 8, 16, ALL];
 const ALL: usize = 50;
 
 /// Small programs that are all started at the same moment, each for the first time.
 const CROWD: usize = 500;
 
-/// The least that answers. A thousand of these are still less memory than some applications take alone.
+/// The smallest program that responds. A thousand of these still take less memory than some single
+/// applications.
 const LITTLE: &str = r#"
 use Socket;
 socket(S, PF_UNIX, SOCK_STREAM, 0) or die;
@@ -39,7 +40,7 @@ while (accept(C, S)) {
 }
 "#;
 
-/// The bound is one wake for each core, and then no bound that matters.
+/// The limit is one wake for each core, and then no relevant limit.
 const VARIANTS: [(&str, &str); 2] = [(BOUND, "wakes_at_once = 0\n"), (NO_BOUND, "wakes_at_once = 1024\n")];
 
 const BOUND: &str = "bound";
@@ -52,11 +53,11 @@ const GOALS: [Goal; 4] = [
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("wake-parallel");
     eprintln!("preparing {ALL} applications");
     let apps = journals(setting.dir(), ALL)?;
-    let mut hosting = Hosting::start(setting, "nagaya", &apps, VARIANTS[0].1)?;
+    let mut hosting = AppHosting::start(setting, "nagaya", &apps, VARIANTS[0].1)?;
     let mut errors = first(&hosting, &apps)?;
     let mut errors_no_bound = 0;
     let rounds = if setting.quick { 3 } else { 9 };
@@ -83,24 +84,24 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// All of them asked for at once, on a node of their own, which takes no images of them.
-fn crowd(setting: &Setting, report: &mut Report) -> Result<()> {
+/// Requests all of them at once, on a separate node, which takes no images of them.
+fn crowd(setting: &ExperimentSetting, report: &mut Report) -> Result<()> {
     let tree = place(setting.dir(), "little");
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
     let file = tree.join("little.pl");
     fs::write(&file, LITTLE).with_context(|| format!("writing {}", file.display()))?;
     let backend =
         json!({"kind": "app", "command": ["/usr/bin/perl", file], "directory": tree, "start_seconds": 300});
-    let page = Page { path: "/", text: "here" };
+    let page = AppPage { path: "/", text: "here" };
     let mut apps = Vec::with_capacity(CROWD);
     for index in 0..CROWD {
-        let app = App { backend: backend.clone(), files: None, page, login: "/" };
-        apps.push(Hosted { name: format!("little-{index}"), uid: uid(index)?, app });
+        let app = ContentApp { backend: backend.clone(), files: None, page, login: "/" };
+        apps.push(HostedApp { name: format!("little-{index}"), uid: uid(index)?, app });
     }
-    let hosting = Hosting::start(setting, "crowd", &apps, "image_bytes = \"0B\"\n")?;
+    let hosting = AppHosting::start(setting, "crowd", &apps, "image_bytes = \"0B\"\n")?;
     let visits = hosting.visit_all(&apps)?;
     let times = visits.iter().map(|(visit, _)| visit.first_byte_ms).collect();
-    let answers = Answers { times_ms: times, ..Answers::default() };
+    let answers = ClientAnswers { times_ms: times, ..ClientAnswers::default() };
     for (key, part) in [("p50_ms_500", 0.5), ("all_500_ms", 1.0)] {
         report.set(key, answers.percentile_ms(part));
     }
@@ -108,8 +109,8 @@ fn crowd(setting: &Setting, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts all for the first time, some at once, and sees that each has an image.
-fn first(hosting: &Hosting, apps: &[Hosted]) -> Result<usize> {
+/// Starts all for the first time, some at once, and checks that each has an image.
+fn first(hosting: &AppHosting, apps: &[HostedApp]) -> Result<usize> {
     let mut errors = 0;
     for some in apps.chunks(4) {
         errors += wrong(&hosting.visit_all(some)?);
@@ -120,20 +121,21 @@ fn first(hosting: &Hosting, apps: &[Hosted]) -> Result<usize> {
     Ok(errors)
 }
 
-fn wrong(visits: &[(crate::http::Visit, bool)]) -> usize {
+fn wrong(visits: &[(crate::http::HttpVisit, bool)]) -> usize {
     visits.iter().filter(|(_, is_right)| !is_right).count()
 }
 
-/// One visit of each of these at once. Returns how many went wrong.
+/// Visits each of these once at the same time. Returns how many failed.
 fn measure(
     report: &mut Report,
     round: usize,
-    hosting: &Hosting,
-    apps: &[Hosted],
+    hosting: &AppHosting,
+    apps: &[HostedApp],
     variant: &str,
 ) -> Result<usize> {
     let names: Vec<&str> = apps.iter().map(|hosted| hosted.name.as_str()).collect();
-    // Those whose restoration took too long without a bound have lost their images, and get new ones.
+    // Those whose restoration took too long without a limit have lost their images, and get new
+    // ones.
     let all = hosting.statuses()?;
     for name in names.iter().filter(|name| all.get(**name).is_some_and(|status| status.image_bytes.is_none()))
     {
@@ -156,7 +158,7 @@ fn measure(
         hosting.process.log_end()
     );
     let times = visits.iter().map(|(visit, _)| visit.first_byte_ms).collect();
-    let answers = Answers { times_ms: times, ..Answers::default() };
+    let answers = ClientAnswers { times_ms: times, ..ClientAnswers::default() };
     let case = apps.len().to_string();
     report.sample(round, &case, variant, "restored", to_float(count));
     for (metric, part) in [("p50_ms", 0.5), ("p95_ms", 0.95), ("all_ms", 1.0)] {

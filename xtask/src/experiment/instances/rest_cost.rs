@@ -1,9 +1,10 @@
-//! `rest-cost`: what many instances cost at each tier, and what a visitor of another site notices of them.
+//! `rest-cost`: the cost of many instances at each tier, and their effect on a visitor of another
+//! site.
 //!
-//! The other site is one more of their node, as its users have it. What its page takes alone is that of the same application
-//! on a node of its own, while theirs is ended; a node keeps its images. Where the kernel looks at who uses which memory
-//! (`damon`), pages during which it did not are told beside all: that costs the more the more is mapped, by whomever. Not
-//! here: what coming back costs (`wake`).
+//! The other site is one more on their node. Its baseline is the same application on a separate
+//! node, while the others are ended; a node keeps its images. If the kernel monitors memory use
+//! (`damon`), pages without its interference are reported separately. That cost grows with the
+//! mapped memory of all. Not here: the cost of a wake (`wake`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,17 +12,17 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use nagaya_cmdb::instance::Tier;
+use nagaya_records::instance::Tier;
 use serde_json::json;
 
-use super::damon::{Damon, ran_ns};
-use super::{Hosted, Hosting, host, journals, swap};
-use crate::clients::{self, Question, Steady, to_float};
-use crate::experiment::Setting;
+use super::damon::{DamonProbe, ran_ns};
+use super::{AppHosting, HostedApp, host, journals, swap};
+use crate::clients::{self, ClientQuestion, SteadyLoad, to_float};
+use crate::experiment::harness::ExperimentSetting;
 use crate::interrupt;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::swap::Swap;
+use crate::swap::SwapSpace;
 
 /// Instances that rest.
 const MANY: usize = 200;
@@ -29,27 +30,27 @@ const MANY: usize = 200;
 /// Woken at once.
 const AT_ONCE: usize = 4;
 
-/// A visitor's pace is far below what the site could answer, so that a page's time is its own and not a queue's: the median page
-/// this many times, and this at least.
+/// A visitor's pace is far below the site's capacity. So a page's time is its own and not a
+/// queue's. The pace is the median page this many times, and at least this.
 const PACE_PAGES: f64 = 4.0;
 const PACE_LEAST: Duration = Duration::from_millis(10);
 
-/// Of one window.
+/// Pages of one window.
 const PAGES: u32 = 2_000;
 const PAGES_QUICK: u32 = 1_000;
 
-/// Visits before a window: while the others woke this site may have rested, too.
+/// Visits before a window: this site may have rested while the others woke.
 const WARM_UP: usize = 50;
 
-/// What has just been done to the instances is over by then.
+/// Time after which earlier actions on the instances are over.
 const SETTLE: Duration = Duration::from_secs(1);
 
 const ALONE: &str = "alone";
 
-/// A pair in which the crowd is in neither half: what this machine makes of nothing.
+/// A pair in which the crowd is in neither half: this machine's noise.
 const CONTROL: &str = "control";
 
-/// What is in compressed memory is held, too, and is no process's.
+/// Compressed memory counts, too, and belongs to no process.
 const IN_SWAP: &str = "zram_mb_each";
 
 const TIERS: [Tier; 5] = [Tier::Running, Tier::Quiet, Tier::Frozen, Tier::Reclaimed, Tier::Image];
@@ -67,29 +68,29 @@ const GOALS: [Goal; 10] = [
     Goal { key: "image_switches_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("rest-cost");
-    // It goes after the nodes: what is in it is their instances'.
+    // It ends after the nodes: its content is their instances'.
     let swap = swap(setting, &mut report);
     eprintln!("preparing {MANY} applications");
     let mut apps = journals(setting.dir(), MANY + 2)?;
     let lonely = apps.split_off(MANY + 1);
-    let lonely_node = Hosting::start(setting, "alone", &lonely, "")?;
-    let node = Hosting::start(setting, "beside", &apps, "")?;
+    let lonely_node = AppHosting::start(setting, "alone", &lonely, "")?;
+    let node = AppHosting::start(setting, "beside", &apps, "")?;
     let [alone, beside] =
         [(&lonely_node, &lonely[0]), (&node, &apps[MANY])].map(|(node, hosted)| question(node, hosted));
     apps.truncate(MANY);
     let median_ms = clients::ask(&alone, 1, WARM_UP)?.percentile_ms(0.5);
     let every = PACE_LEAST.max(Duration::from_secs_f64(median_ms / 1e3 * PACE_PAGES));
-    let mut crowd = Crowd { hosting: node, apps, swap };
+    let mut crowd = SiteCrowd { hosting: node, apps, swap };
     crowd.wake()?;
     eprintln!("all of them have run");
     let pages = if setting.quick { PAGES_QUICK } else { PAGES };
     report.note("instances", json!(MANY));
     report.note("a page each, ms", json!(every.as_millis()));
     report.note("pages of a window", json!(pages));
-    report.note("wake-ups are", json!(Woken::here().words()));
-    let visitor = Visitor { alone, beside, every, window: every * pages, damon: Damon::find() };
+    report.note("wake-ups are", json!(WokenApp::here().words()));
+    let visitor = RestVisitor { alone, beside, every, window: every * pages, damon: DamonProbe::find() };
     report.note("the kernel looks at who uses which memory (DAMON)", json!(visitor.damon.is_there()));
     let has_swap = crowd.swap.is_some();
     let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
@@ -124,38 +125,38 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// A tier's pages, and those just before or after it without the crowd. Of all rounds together: the hundredth part of one
-/// round's pages is a handful.
+/// A tier's pages, and those just before or after it without the crowd. They cover all rounds
+/// together: one percent of one round's pages is only a handful.
 #[derive(Default)]
-struct Pair {
-    beside: Steady,
-    alone: Steady,
+struct ServerPair {
+    beside: SteadyLoad,
+    alone: SteadyLoad,
 }
 
-type Pairs = BTreeMap<&'static str, Pair>;
+type Pairs = BTreeMap<&'static str, ServerPair>;
 
-/// Of the other site.
-struct Visitor {
-    alone: Question,
-    beside: Question,
+/// Visitor of the other site.
+struct RestVisitor {
+    alone: ClientQuestion,
+    beside: ClientQuestion,
     every: Duration,
     window: Duration,
-    damon: Damon,
+    damon: DamonProbe,
 }
 
-fn question(node: &Hosting, hosted: &Hosted) -> Question {
-    Question { address: node.node.address, host: host(&hosted.name), path: hosted.app.page.path.into() }
+fn question(node: &AppHosting, hosted: &HostedApp) -> ClientQuestion {
+    ClientQuestion { address: node.node.address, host: host(&hosted.name), path: hosted.app.page.path.into() }
 }
 
 /// The instances that rest.
-struct Crowd {
-    hosting: Hosting,
-    apps: Vec<Hosted>,
-    /// After the node, whose memory is in it.
-    swap: Option<Swap>,
+struct SiteCrowd {
+    hosting: AppHosting,
+    apps: Vec<HostedApp>,
+    /// It ends after the node, whose memory is in it.
+    swap: Option<SwapSpace>,
 }
 
-impl Crowd {
+impl SiteCrowd {
     /// Makes all of them run.
     fn wake(&self) -> Result<()> {
         for some in self.apps.chunks(AT_ONCE) {
@@ -170,13 +171,13 @@ impl Crowd {
         self.apps.iter().map(|hosted| hosted.name.as_str()).collect()
     }
 
-    /// Has all of them at a tier, from wherever they are.
+    /// Brings all of them to a tier, from any other.
     fn to(&self, tier: Tier) -> Result<()> {
         self.wake()?;
         if tier == Tier::Running { Ok(()) } else { self.hosting.rest_all(&self.names(), tier) }
     }
 
-    /// The numbers of all their processes, and the bytes of their memory.
+    /// Returns the pids of all their processes, and the bytes of their memory.
     fn processes(&self) -> Result<(Vec<u32>, f64)> {
         let (mut pids, mut bytes) = (Vec::new(), 0.0);
         for name in self.names() {
@@ -193,18 +194,18 @@ fn measure(
     report: &mut Report,
     round: usize,
     variant: &str,
-    Visitor { alone, beside, every, window, damon }: &Visitor,
-    crowd: Option<&Crowd>,
-) -> Result<Steady> {
+    RestVisitor { alone, beside, every, window, damon }: &RestVisitor,
+    crowd: Option<&SiteCrowd>,
+) -> Result<SteadyLoad> {
     let question = if crowd.is_some() { beside } else { alone };
-    let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
-    // A new image's pages are on their way to the disk otherwise.
+    let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), SiteCrowd::processes)?;
+    // Otherwise a new image's pages are still on their way to the disk.
     rustix::fs::sync();
     std::thread::sleep(SETTLE);
     clients::ask(question, 1, WARM_UP)?;
-    let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
+    let (before, begun, damon_before) = (VisitTurns::of(&pids), Instant::now(), damon.ran_ns());
     let seen = clients::ask_steadily_beside(question, *every, *window, || damon.ran_ns_at_rest())?;
-    let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
+    let (turns, seconds) = (VisitTurns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
     let looked = Duration::from_nanos(damon.ran_ns().saturating_sub(damon_before)).as_secs_f64();
     report.sample(round, "kernel", variant, "damon_cpu_pct", looked / seconds * 100.0);
     let pages = &seen.all;
@@ -220,7 +221,7 @@ fn measure(
         report.sample(round, "crowd", variant, "cpu_pct", turns.cpu_seconds / seconds * 100.0);
         report.sample(round, "crowd", variant, "switches_per_s", turns.switches / seconds);
         report.sample(round, "crowd", variant, "wakeups_per_s", turns.wakeups / seconds);
-        let in_swap = crowd.swap.as_ref().and_then(Swap::memory_bytes);
+        let in_swap = crowd.swap.as_ref().and_then(SwapSpace::memory_bytes);
         if let Some(bytes) = in_swap.filter(|_| variant == Tier::Reclaimed.as_str()) {
             report.sample(round, "crowd", variant, IN_SWAP, bytes / 1e6 / to_float(crowd.apps.len()));
         }
@@ -228,31 +229,31 @@ fn measure(
     Ok(seen)
 }
 
-/// What the scheduler counted for processes: CPU time, how often one was given a CPU and taken off it, and how often one that
-/// waited was woken.
+/// Scheduler counts of processes: CPU time, how often one got a CPU and lost it, and how often a
+/// waiting one was woken.
 #[derive(Debug, Clone, Default)]
-struct Turns {
+struct VisitTurns {
     /// By thread.
-    threads: BTreeMap<String, Spent>,
+    threads: BTreeMap<String, SpentMemory>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Spent {
+struct SpentMemory {
     cpu_seconds: f64,
     switches: f64,
     wakeups: f64,
 }
 
-/// Where wake-ups are counted.
+/// Source of the wake-up counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Woken {
-    /// `nr_wakeups` in `/proc/PID/sched`, where the kernel has scheduler statistics.
+enum WokenApp {
+    /// `nr_wakeups` in `/proc/PID/sched`, if the kernel has scheduler statistics.
     Counted,
-    /// Each time a thread gives its CPU up to wait; it is woken once for each.
+    /// Each time a thread gives up its CPU to wait; it is woken once for each.
     Waits,
 }
 
-impl Woken {
+impl WokenApp {
     fn here() -> Self {
         if wakeups(Path::new("/proc/self")).is_some() { Self::Counted } else { Self::Waits }
     }
@@ -267,7 +268,7 @@ impl Woken {
     }
 }
 
-impl Turns {
+impl VisitTurns {
     fn of(pids: &[u32]) -> Self {
         let mut threads = BTreeMap::new();
         for pid in pids {
@@ -282,8 +283,8 @@ impl Turns {
         Self { threads }
     }
 
-    fn since(&self, before: &Self) -> Spent {
-        let mut spent = Spent::default();
+    fn since(&self, before: &Self) -> SpentMemory {
+        let mut spent = SpentMemory::default();
         for (thread, now) in &self.threads {
             let before = before.threads.get(thread).copied().unwrap_or_default();
             spent.cpu_seconds += now.cpu_seconds - before.cpu_seconds;
@@ -294,8 +295,8 @@ impl Turns {
     }
 }
 
-/// What one thread has had, from proc(5).
-fn turns(task: &Path) -> Option<Spent> {
+/// Returns the counts of one thread, from proc(5).
+fn turns(task: &Path) -> Option<SpentMemory> {
     let cpu_seconds = Duration::from_nanos(ran_ns(task)?).as_secs_f64();
     let status = fs::read_to_string(task.join("status")).ok()?;
     let counted = |name: &str| -> Option<f64> {
@@ -308,10 +309,10 @@ fn turns(task: &Path) -> Option<Spent> {
     };
     let (waits, preempted) = (counted("voluntary")?, counted("nonvoluntary")?);
     let wakeups = wakeups(task).unwrap_or(waits);
-    Some(Spent { cpu_seconds, switches: waits + preempted, wakeups })
+    Some(SpentMemory { cpu_seconds, switches: waits + preempted, wakeups })
 }
 
-/// How often this thread was woken, where the kernel counts that.
+/// Returns how often this thread was woken, if the kernel counts that.
 fn wakeups(task: &Path) -> Option<f64> {
     let sched = fs::read_to_string(task.join("sched")).ok()?;
     let line = sched.lines().find_map(|line| {
@@ -339,8 +340,8 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
     Ok(())
 }
 
-/// What the other site's visitor noticed.
-fn ratios(report: &mut Report, tier: &str, Pair { beside, alone }: &Pair) {
+/// Sets the ratios for the other site's visitor.
+fn ratios(report: &mut Report, tier: &str, ServerPair { beside, alone }: &ServerPair) {
     for (key, part, beside, alone) in [
         ("victim_p50_ratio", 0.5, &beside.all, &alone.all),
         ("victim_p99_ratio", 0.99, &beside.all, &alone.all),

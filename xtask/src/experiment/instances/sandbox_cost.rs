@@ -1,26 +1,28 @@
-//! `sandbox-cost`: what a sandbox takes to make, and a program in one until it runs, against crun and runc.
+//! `sandbox-cost`: the time to make a sandbox, and to start a program in one, against crun and
+//! runc.
 //!
-//! nagaya's part is measured by the keeper itself, as for any visitor's wake. The peers are run as their users run them: one
-//! process for each container, timed from before it is started to its end, when the container's program runs in the
-//! background. Not here: what a wake takes as a whole (`wake`).
+//! The keeper itself measures nagaya's part, as for any visitor's wake. The peers are run as their
+//! users run them: one process for each container. It is timed from before its start to its end,
+//! when the container's program runs in the background. Not here: the time of a whole wake
+//! (`wake`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
-use nagaya_cmdb::instance::Stage;
+use nagaya_records::instance::WakeStage;
 use serde_json::{Value, json};
 
-use super::{Hosted, Hosting, uid};
-use crate::content::{self, App, Page};
-use crate::experiment::Setting;
+use super::{AppHosting, HostedApp, uid};
+use crate::content::{self, AppPage, ContentApp};
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report, median};
 use crate::{interrupt, workspace};
 
-/// A program that stays. nagaya wants an answer of its applications; the peers ask for nothing. No start is longer for it:
-/// each is measured until the program begins.
+/// A program that stays. nagaya needs a response of its applications; the peers need nothing. This
+/// makes no start longer: each is measured until the program begins.
 const PROGRAM: [&str; 3] = ["/usr/bin/python3", "-c", ANSWER];
 const ANSWER: &str = "\
 import os, signal, socket
@@ -39,8 +41,9 @@ const PEERS: [(&str, &[&str]); 2] = [("crun", &["crun", "--cgroup-manager=disabl
 /// Starts of each in a round.
 const STARTS: usize = 10;
 
-/// Runs one peer again and again, and prints the microseconds of each start. In a mount namespace of its own, because crun
-/// refuses machines with both versions of cgroups: there the second is taken out of its sight, and no container needs either.
+/// Runs one peer repeatedly, and prints the microseconds of each start. It has its own mount
+/// namespace, because crun refuses machines with both versions of cgroups. There the second is
+/// hidden from it, and no container needs either.
 const TIMES: &str = "\
 set -eu
 bundle=$1 count=$2
@@ -61,18 +64,18 @@ const GOALS: [Goal; 2] = [
     Goal { key: "ratio_crun", bound: Bound::AtMost(0.5), aim: 0.5 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("sandbox-cost");
     let dir = setting.dir().join("sleeper");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     content::give(&dir, uid(0)?)?;
     let backend =
         json!({"kind": "app", "command": PROGRAM, "directory": dir, "listen": "fd", "ready": {"path": "/"}});
-    let app = App { backend, files: None, page: Page { path: "/", text: "" }, login: "/" };
-    let hosting = Hosting::start(
+    let app = ContentApp { backend, files: None, page: AppPage { path: "/", text: "" }, login: "/" };
+    let hosting = AppHosting::start(
         setting,
         "nagaya",
-        &[Hosted { name: "sleeper".into(), uid: uid(0)?, app }],
+        &[HostedApp { name: "sleeper".into(), uid: uid(0)?, app }],
         "image_bytes = \"0B\"\n",
     )?;
     let bundle = bundle(setting.dir())?;
@@ -96,14 +99,15 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// One number for each round, so that rounds can be compared.
+/// Adds one number for each round, so that rounds can be compared.
 fn sample(report: &mut Report, round: usize, case: &str, variant: &str, times: Vec<f64>) -> Result<()> {
     report.sample(round, case, variant, "ms", median(times).context("a round without starts")?);
     Ok(())
 }
 
-/// nagaya's starts: the sandbox alone, and all until the program runs and its socket is open.
-fn own(report: &mut Report, round: usize, hosting: &Hosting) -> Result<()> {
+/// Measures nagaya's starts: the sandbox alone, and everything until the program runs and its
+/// socket is open.
+fn own(report: &mut Report, round: usize, hosting: &AppHosting) -> Result<()> {
     let (mut sandboxes, mut starts) = (Vec::new(), Vec::new());
     for _ in 0..STARTS {
         interrupt::check()?;
@@ -112,18 +116,18 @@ fn own(report: &mut Report, round: usize, hosting: &Hosting) -> Result<()> {
         #[expect(clippy::cast_precision_loss, reason = "microseconds of a start stay far below 2^53")]
         let ms = |us: u64| us as f64 / 1e3;
         let until =
-            |last: Stage| wake.stages.iter().filter(|(stage, _)| *stage <= last).map(|(_, us)| us).sum();
-        let made = wake.stages.iter().any(|(stage, _)| *stage == Stage::Sandbox);
+            |last: WakeStage| wake.stages.iter().filter(|(stage, _)| *stage <= last).map(|(_, us)| us).sum();
+        let made = wake.stages.iter().any(|(stage, _)| *stage == WakeStage::Sandbox);
         ensure!(made, "a wake without a sandbox: {:?}", wake.stages);
-        sandboxes.push(ms(until(Stage::Sandbox)));
-        starts.push(ms(until(Stage::Boot)));
+        sandboxes.push(ms(until(WakeStage::Sandbox)));
+        starts.push(ms(until(WakeStage::Boot)));
         hosting.node.run(&["instance", "stop", "sleeper"])?;
     }
     sample(report, round, "sandbox", "nagaya", sandboxes)?;
     sample(report, round, "start", "nagaya", starts)
 }
 
-/// Milliseconds of each start.
+/// Returns the milliseconds of each start.
 fn peer_times(bundle: &Path, command: &[&str]) -> Result<Vec<f64>> {
     interrupt::check()?;
     let output = Command::new("unshare")
@@ -142,8 +146,9 @@ fn peer_times(bundle: &Path, command: &[&str]) -> Result<Vec<f64>> {
         .collect()
 }
 
-/// A container in the format that both peers read: the node's programs read-only, a `/proc`, `/dev` and `/tmp` of its own,
-/// and the namespaces of a sandbox but for the user namespace, which would only make the peers slower.
+/// Makes a container in the format of both peers. It has the node's programs read-only, and its own
+/// `/proc`, `/dev` and `/tmp`. It has the namespaces of a sandbox except for the user namespace,
+/// which would only slow the peers.
 fn bundle(dir: &Path) -> Result<PathBuf> {
     let bundle = dir.join("bundle");
     for name in ["proc", "dev", "tmp", "usr"] {

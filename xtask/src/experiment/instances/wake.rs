@@ -1,49 +1,52 @@
-//! `wake`: how long a visitor waits for the first byte of a page from a database, through the edge, when its application
-//! rests at each tier; Django on gunicorn, WordPress on Apache and on php-fpm, Redmine on puma.
+//! `wake`: a visitor's wait for the first byte of a page from a database, for an application at
+//! each tier. Requests go through the edge. The applications are Django on gunicorn, WordPress on
+//! Apache and on php-fpm, Redmine on puma.
 //!
-//! Not here: many at once (`parallel`), what resting costs (`rest_cost`).
+//! Not here: many at once (`parallel`), the cost of rest (`rest_cost`).
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use nagaya_cmdb::instance::{Stage, Tier};
+use nagaya_records::instance::{Tier, WakeStage};
 use serde_json::json;
 
-use super::{Hosted, Hosting, place, swap, uid};
+use super::{AppHosting, HostedApp, place, swap, uid};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
-use crate::content::wordpress::{self, Server};
-use crate::content::{App, django, redmine};
-use crate::experiment::{Setting, UID_BASE};
+use crate::content::population::UID_BASE;
+use crate::content::wordpress::{self, WordpressServer};
+use crate::content::{ContentApp, django, redmine};
+use crate::experiment::harness::ExperimentSetting;
 use crate::huge_pages;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::instance::Status;
+use crate::server::instance::InstanceStatus;
 
-/// What memory of a virtual machine needs to be taken back by its host: an image that was not used for this long is
-/// restored into pages that must be found anew.
+/// Time after which a virtual machine's host may reclaim idle memory. An image that was not used
+/// for this long is restored into pages that must be found again.
 const IDLE: Duration = Duration::from_secs(4);
 
-/// Between a rest and a hot wake: what the kernel still clears away of the ended processes is no part of the next wake.
+/// Pause between a rest and a hot wake. The kernel's clean-up of the ended processes is not part of
+/// the next wake.
 const PAUSE: Duration = Duration::from_millis(30);
 
-/// Visits until an application that was woken takes as long as one that has run for a while: it copies, or reads from swap, what it
-/// touches for the first time, and its garbage is collected.
+/// Visits until a woken application is as fast as one that has run for a while. It copies, or reads
+/// from swap, each page on its first use, and its garbage is collected.
 const SETTLING: usize = 12;
 
 /// MariaDB runs under a uid that no tenant has.
 const MARIADB_UID: u32 = UID_BASE - 1;
 
-/// Where the application rests before it is visited.
+/// The application's tier before the visit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum From {
+enum WakeFrom {
     /// On a node that keeps no images.
     Cold,
-    /// The first one after visits from other tiers: after `Cold`, which loads the machine with a start of the same application, or after
-    /// the other applications.
+    /// The first one after visits from other tiers. That is after `Cold`, which loads the machine
+    /// with a start of the same application, or after the other applications.
     ImageFirst,
     Image,
-    /// Into memory in pages of 64 KiB, which is what a machine does with `huge_pages`.
+    /// Into memory in pages of 64 KiB, as with `huge_pages`.
     Image64KiB,
     ImageIdle,
     Frozen,
@@ -51,7 +54,7 @@ enum From {
     Warm,
 }
 
-impl From {
+impl WakeFrom {
     const ALL: [Self; 8] = [
         Self::Cold,
         Self::ImageFirst,
@@ -76,7 +79,8 @@ impl From {
         }
     }
 
-    /// In each round. What adds less than a page's own time differs from visit to visit is measured more often.
+    /// Returns the visits in each round. A tier that adds less than the variation of a page's own
+    /// time is measured more often.
     fn times(self) -> usize {
         match self {
             Self::Frozen | Self::Reclaimed | Self::Warm => 4,
@@ -108,19 +112,19 @@ const GOALS: [Goal; 9] = [
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("wake");
-    // It goes after the nodes: what is in it is their instances'.
+    // It ends after the nodes: its content is their instances'.
     let swap = swap(setting, &mut report);
     let mariadb = MariaDb::start(&setting.dir().join("mariadb"), MARIADB_UID)?;
     let apps = apps(setting, &mariadb)?;
-    let node = Hosting::start(setting, "nagaya", &apps, "")?;
-    let bare = Hosting::start(setting, "no-images", &apps, "image_bytes = \"0B\"\n")?;
+    let node = AppHosting::start(setting, "nagaya", &apps, "")?;
+    let bare = AppHosting::start(setting, "no-images", &apps, "image_bytes = \"0B\"\n")?;
     let rounds = if setting.quick { 5 } else { 15 };
     report.note("rounds", json!(rounds));
     report.note("CRIU", node.criu()?);
 
-    let mut visits = Visits { report: &mut report, errors: 0 };
+    let mut visits = WakeVisits { report: &mut report, errors: 0 };
     let mut froms = Vec::new();
     for hosted in &apps {
         froms.push(prepare(&mut visits, &node, &bare, hosted, swap.is_some())?);
@@ -130,7 +134,7 @@ pub fn run(setting: &Setting) -> Result<()> {
             let mut order = froms.clone();
             order.rotate_left(round % froms.len());
             for from in order {
-                let hosting = if from == From::Cold { &bare } else { &node };
+                let hosting = if from == WakeFrom::Cold { &bare } else { &node };
                 visits.make_ready(hosting, hosted, from)?;
                 for _ in 0..from.times() {
                     visits.measure(round, hosting, hosted, from)?;
@@ -148,11 +152,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
+fn apps(setting: &ExperimentSetting, mariadb: &MariaDb) -> Result<Vec<HostedApp>> {
     eprintln!("preparing Django, WordPress and Redmine");
     let dir = |name: &str| place(setting.dir(), name);
     let (django_uid, apache_uid, redmine_uid, fpm_uid) = (uid(0)?, uid(1)?, uid(2)?, uid(3)?);
-    let hosted = |name: &str, uid: u32, app: App| Hosted { name: name.into(), uid, app };
+    let hosted = |name: &str, uid: u32, app: ContentApp| HostedApp { name: name.into(), uid, app };
     Ok(vec![
         hosted("django", django_uid, django::create(&dir("django"), django_uid)?),
         hosted(
@@ -162,28 +166,34 @@ fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
                 &dir("wordpress"),
                 apache_uid,
                 &mariadb.database("wordpress")?,
-                Server::Apache,
+                WordpressServer::Apache,
             )?,
         ),
         hosted(
             "wordpress_fpm",
             fpm_uid,
-            wordpress::create(&dir("wordpress-fpm"), fpm_uid, &mariadb.database("fpm")?, Server::PhpFpm)?,
+            wordpress::create(
+                &dir("wordpress-fpm"),
+                fpm_uid,
+                &mariadb.database("fpm")?,
+                WordpressServer::PhpFpm,
+            )?,
         ),
         hosted("redmine", redmine_uid, redmine::create(&dir("redmine"), redmine_uid)?),
     ])
 }
 
-/// Starts an application for the first time on both nodes, with its image taken on one. Tells from where it can be woken.
+/// Starts an application for the first time on both nodes, with its image taken on one. Returns the
+/// tiers from which it can be woken.
 fn prepare(
-    visits: &mut Visits<'_>,
-    node: &Hosting,
-    bare: &Hosting,
-    hosted: &Hosted,
+    visits: &mut WakeVisits<'_>,
+    node: &AppHosting,
+    bare: &AppHosting,
+    hosted: &HostedApp,
     has_swap: bool,
-) -> Result<Vec<From>> {
+) -> Result<Vec<WakeFrom>> {
     let name = &hosted.name;
-    // Twice: what the first start compiles and stores on the disk is no part of the others.
+    // Twice: work that only the first start does is not part of the others.
     for hosting in [bare, node] {
         visits.get(hosting, hosted)?;
         visits.get(hosting, hosted)?;
@@ -191,7 +201,7 @@ fn prepare(
     bare.rest(name, Tier::Cold)?;
     let status = node.status(name)?;
     visits.stages(0, hosted, "first start", &status);
-    let mut froms = From::ALL.to_vec();
+    let mut froms = WakeFrom::ALL.to_vec();
     match status.image_bytes {
         Some(bytes) => visits.report.set(format!("{name}_image_mb"), bytes / 1e6),
         None => {
@@ -203,48 +213,54 @@ fn prepare(
     }
     if !huge_pages::are_known() {
         visits.report.note("pages of 64 KiB", json!("not measured: this kernel has none"));
-        froms.retain(|from| *from != From::Image64KiB);
+        froms.retain(|from| *from != WakeFrom::Image64KiB);
     }
     if !has_swap {
-        froms.retain(|from| *from != From::Reclaimed);
+        froms.retain(|from| *from != WakeFrom::Reclaimed);
     }
     Ok(froms)
 }
 
-struct Visits<'r> {
+struct WakeVisits<'r> {
     report: &'r mut Report,
     errors: usize,
 }
 
-impl Visits<'_> {
-    /// One visit; milliseconds to the first and to the last byte.
-    fn get(&mut self, hosting: &Hosting, hosted: &Hosted) -> Result<(f64, f64)> {
+impl WakeVisits<'_> {
+    /// Visits once; returns milliseconds to the first and to the last byte.
+    fn get(&mut self, hosting: &AppHosting, hosted: &HostedApp) -> Result<(f64, f64)> {
         let (visit, is_right) = hosting.visit(&hosted.name, hosted.app.page)?;
         self.errors += usize::from(!is_right);
         Ok((visit.first_byte_ms, visit.whole_ms))
     }
 
-    /// What a tier adds to a visit is not to be mixed up with what an earlier wake still costs, and a hot image is one that was used a
-    /// moment ago.
-    fn make_ready(&mut self, hosting: &Hosting, hosted: &Hosted, from: From) -> Result<()> {
+    /// Prepares the tier. The cost of an earlier wake must not mix with that of this tier. A hot
+    /// image is one that was used a moment ago.
+    fn make_ready(&mut self, hosting: &AppHosting, hosted: &HostedApp, from: WakeFrom) -> Result<()> {
         match from {
-            From::Image | From::Image64KiB => {
+            WakeFrom::Image | WakeFrom::Image64KiB => {
                 hosting.rest(&hosted.name, Tier::Image)?;
                 self.get(hosting, hosted)?;
             }
-            From::Frozen | From::Reclaimed | From::Warm => {
+            WakeFrom::Frozen | WakeFrom::Reclaimed | WakeFrom::Warm => {
                 for _ in 0..SETTLING {
                     self.get(hosting, hosted)?;
                 }
             }
-            From::Cold | From::ImageFirst | From::ImageIdle => {}
+            WakeFrom::Cold | WakeFrom::ImageFirst | WakeFrom::ImageIdle => {}
         }
         Ok(())
     }
 
-    fn measure(&mut self, round: usize, hosting: &Hosting, hosted: &Hosted, from: From) -> Result<()> {
+    fn measure(
+        &mut self,
+        round: usize,
+        hosting: &AppHosting,
+        hosted: &HostedApp,
+        from: WakeFrom,
+    ) -> Result<()> {
         let name = &hosted.name;
-        if from == From::Warm {
+        if from == WakeFrom::Warm {
             self.get(hosting, hosted)?;
         } else {
             if hosting.status(name)?.tier < from.tier() {
@@ -253,22 +269,22 @@ impl Visits<'_> {
             hosting.rest(name, from.tier())?;
         }
         match from {
-            From::Image | From::Image64KiB | From::ImageFirst => std::thread::sleep(PAUSE),
-            From::ImageIdle => std::thread::sleep(IDLE),
-            From::Cold | From::Frozen | From::Reclaimed | From::Warm => {}
+            WakeFrom::Image | WakeFrom::Image64KiB | WakeFrom::ImageFirst => std::thread::sleep(PAUSE),
+            WakeFrom::ImageIdle => std::thread::sleep(IDLE),
+            WakeFrom::Cold | WakeFrom::Frozen | WakeFrom::Reclaimed | WakeFrom::Warm => {}
         }
         if huge_pages::are_known() {
-            huge_pages::set(from == From::Image64KiB)?;
+            huge_pages::set(from == WakeFrom::Image64KiB)?;
         }
         let (first, whole) = self.get(hosting, hosted)?;
-        // In the same state, a moment later: what a visit takes without a wake.
+        // In the same state, a moment later: the time of a visit without a wake.
         let (warm, _) = self.get(hosting, hosted)?;
         let variant = from.name();
         self.report.sample(round, name, variant, "first_byte_ms", first);
         self.report.sample(round, name, variant, "whole_ms", whole);
         self.report.sample(round, name, variant, "added_ms", first - warm);
         let status = hosting.status(name)?;
-        if from == From::Warm {
+        if from == WakeFrom::Warm {
             let bytes = status.memory_bytes.context("the memory of a running instance")?;
             self.report.sample(round, name, variant, "pss_mb", bytes / 1e6);
         } else {
@@ -285,8 +301,8 @@ impl Visits<'_> {
         Ok(())
     }
 
-    /// What the last wake waited for.
-    fn stages(&mut self, round: usize, hosted: &Hosted, variant: &str, status: &Status) {
+    /// Records the stages of the last wake.
+    fn stages(&mut self, round: usize, hosted: &HostedApp, variant: &str, status: &InstanceStatus) {
         let stages = status.last_wake.iter().flat_map(|wake| &wake.stages);
         for (stage, us) in stages {
             #[expect(clippy::cast_precision_loss, reason = "microseconds of a wake stay far below 2^53")]
@@ -296,32 +312,32 @@ impl Visits<'_> {
     }
 }
 
-fn stage_metric(stage: Stage) -> &'static str {
+fn stage_metric(stage: WakeStage) -> &'static str {
     match stage {
-        Stage::Decide => "decide_ms",
-        Stage::Queue => "queue_ms",
-        Stage::Thaw => "thaw_ms",
-        Stage::Sandbox => "sandbox_ms",
-        Stage::Restore => "restore_ms",
-        Stage::Boot => "boot_ms",
-        Stage::Ready => "ready_ms",
-        Stage::Image => "taking_image_ms",
-        Stage::Connect => "connect_ms",
+        WakeStage::Decide => "decide_ms",
+        WakeStage::Queue => "queue_ms",
+        WakeStage::Thaw => "thaw_ms",
+        WakeStage::Sandbox => "sandbox_ms",
+        WakeStage::Restore => "restore_ms",
+        WakeStage::Boot => "boot_ms",
+        WakeStage::Ready => "ready_ms",
+        WakeStage::Image => "taking_image_ms",
+        WakeStage::Connect => "connect_ms",
     }
 }
 
 fn summarise(report: &mut Report, name: &str) -> Result<()> {
     for (key, from, metric) in [
-        ("cold_ms", From::Cold, "first_byte_ms"),
-        ("image_ms", From::Image, "first_byte_ms"),
-        ("image_first_ms", From::ImageFirst, "first_byte_ms"),
-        ("image_64k_ms", From::Image64KiB, "first_byte_ms"),
-        ("image_idle_ms", From::ImageIdle, "first_byte_ms"),
-        ("image_restore_ms", From::Image, "restore_ms"),
-        ("frozen_added_ms", From::Frozen, "added_ms"),
-        ("trimmed_added_ms", From::Reclaimed, "added_ms"),
-        ("warm_ms", From::Warm, "first_byte_ms"),
-        ("pss_mb", From::Warm, "pss_mb"),
+        ("cold_ms", WakeFrom::Cold, "first_byte_ms"),
+        ("image_ms", WakeFrom::Image, "first_byte_ms"),
+        ("image_first_ms", WakeFrom::ImageFirst, "first_byte_ms"),
+        ("image_64k_ms", WakeFrom::Image64KiB, "first_byte_ms"),
+        ("image_idle_ms", WakeFrom::ImageIdle, "first_byte_ms"),
+        ("image_restore_ms", WakeFrom::Image, "restore_ms"),
+        ("frozen_added_ms", WakeFrom::Frozen, "added_ms"),
+        ("trimmed_added_ms", WakeFrom::Reclaimed, "added_ms"),
+        ("warm_ms", WakeFrom::Warm, "first_byte_ms"),
+        ("pss_mb", WakeFrom::Warm, "pss_mb"),
     ] {
         let optional = matches!(from.tier(), Tier::Image | Tier::Reclaimed);
         match report.median(name, from.name(), metric) {
@@ -332,8 +348,8 @@ fn summarise(report: &mut Report, name: &str) -> Result<()> {
     Ok(())
 }
 
-fn chart(report: &Report, apps: &[Hosted]) -> Chart {
-    let all = From::ALL.map(From::name);
+fn chart(report: &Report, apps: &[HostedApp]) -> Chart {
+    let all = WakeFrom::ALL.map(WakeFrom::name);
     let woken: Vec<&str> = all.iter().copied().filter(|name| *name != "cold").collect();
     let panels = apps.iter().flat_map(|hosted| {
         let panel = |what: &str, variants: &[&str]| {

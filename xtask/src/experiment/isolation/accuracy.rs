@@ -1,9 +1,10 @@
-//! `isolation-accuracy`: experiment 2 of per-request isolation: how near a limit of 50 % comes to halving the speed of
-//! requests from 1 ms to 500 ms of CPU time.
+//! `isolation-accuracy`, experiment 2 of per-request isolation. It measures how near a limit of 50
+//! % comes to halving the speed of requests. The requests take 1 ms to 500 ms of CPU time.
 //!
-//! The original does not say whether its limit was of one group for all requests or of one for each; both are
-//! measured. With ten requests at once each gets a fifth of a core on two cores when nothing limits it, so that the
-//! half of that is a tenth of a core for each request's own cell; the named cell has the half of all cores.
+//! The original does not say whether its limit was of one group for all requests or of one for
+//! each. Both are measured. Ten requests at once get a fifth of a core each on two cores without
+//! limits. So half of that is a tenth of a core for each request's own cell. The named cell has
+//! half of all cores.
 //!
 //! Not here: the other experiments.
 
@@ -11,12 +12,12 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 use super::{COUNT, program, question, start};
-use crate::clients::{self, Answers, to_float};
-use crate::experiment::Setting;
+use crate::clients::{self, ClientAnswers, to_float};
+use crate::experiment::harness::ExperimentSetting;
 use crate::facts;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::Server;
+use crate::server::TestServer;
 
 const AT_ONCE: usize = 10;
 
@@ -29,7 +30,7 @@ const READINGS: [&str; 2] = ["own", "named"];
 /// Requests of each point in the full run, as in the original.
 const REQUESTS: usize = 1_000;
 
-/// In the quick run a point has as many requests as fit this much CPU time, milliseconds.
+/// CPU time of a point in the quick run, milliseconds, which limits its requests.
 const QUICK_MS: u32 = 6_000;
 const QUICK_REQUESTS_MIN: usize = 40;
 
@@ -43,7 +44,7 @@ const GOALS: [Goal; 7] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("isolation-accuracy");
     let cores = facts::cores();
     let own_percent = 50 * cores / AT_ONCE;
@@ -73,8 +74,8 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// Turns of the loop in a millisecond of CPU time, from one long request that nothing disturbs.
-fn calibrate(server: &Server) -> Result<f64> {
+/// Returns loop turns per millisecond of CPU time, from one long undisturbed request.
+fn calibrate(server: &TestServer) -> Result<f64> {
     const TURNS: u32 = 1_000_000;
     let time = |turns: u32| -> Result<f64> {
         let ask = question(server, HOSTS[0], format!("/count.cgi?n={turns}"));
@@ -85,11 +86,12 @@ fn calibrate(server: &Server) -> Result<f64> {
     Ok(f64::from(TURNS) / (long - short))
 }
 
-/// One length: the three kinds of limits one after the other. Returns how many requests failed.
+/// Measures one length: the three kinds of limits one after the other. Returns how many requests
+/// failed.
 fn point(
     report: &mut Report,
-    setting: &Setting,
-    server: &Server,
+    setting: &ExperimentSetting,
+    server: &TestServer,
     round: usize,
     length_ms: u32,
     counts_per_ms: f64,
@@ -100,7 +102,7 @@ fn point(
         REQUESTS
     };
     let turns = f64::from(length_ms) * counts_per_ms;
-    let ask = |host: &str| -> Result<Answers> {
+    let ask = |host: &str| -> Result<ClientAnswers> {
         let ask = question(server, host, format!("/count.cgi?n={turns:.0}"));
         clients::ask(&ask, AT_ONCE, requests).with_context(|| format!("{host}, {length_ms} ms"))
     };

@@ -1,5 +1,5 @@
-//! `isolation-io`: how exactly limits on disk throughput hold: programs that read and write, in a cell each and in one
-//! for all, and a static file that is paced.
+//! `isolation-io`: how exactly limits on disk throughput hold. Programs read and write, in a cell
+//! each and in one for all. A static file is paced.
 //!
 //! Not here: the other experiments.
 
@@ -12,19 +12,20 @@ use serde_json::json;
 use super::{program, question, start};
 use crate::clients::{self, to_float};
 use crate::content;
-use crate::experiment::{Setting, UID_BASE};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
 use crate::http;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::Server;
+use crate::server::TestServer;
 
 const MIB: u64 = 1 << 20;
 
-/// What one program reads or writes, in the full run and in the quick one.
+/// MiB that one program reads or writes, in the full run and in the quick one.
 const MIB_EACH: u64 = 200;
 const MIB_EACH_QUICK: u64 = 100;
 
-/// Limits, MiB/s. Below what any disk gives, so that the limit decides.
+/// Limits, MiB/s. Below any disk's rate, so that the limit decides.
 const LIMIT_MIB: u64 = 25;
 
 /// Programs that share one cell.
@@ -32,7 +33,8 @@ const SHARED: usize = 2;
 
 const HOSTS: [&str; 2] = ["own.example", "shared.example"];
 
-/// Past the page cache, as a limit on a disk only counts what reaches the disk. `dd` says how long it took itself.
+/// Bypasses the page cache, as a limit on a disk only counts data that reaches the disk. `dd`
+/// reports its own time.
 const IO: &str = "#!/bin/sh\nexec 2>&1\nprintf 'Content-Type: text/plain\\r\\n\\r\\n'\ncase $QUERY_STRING in\n\
      read*) dd if=data.bin of=/dev/null bs=1M iflag=direct count=${QUERY_STRING#read=} ;;\n\
      write*) f=written.$$; dd if=/dev/zero of=$f bs=1M oflag=direct count=${QUERY_STRING#write=}; rm -f $f ;;\nesac\n";
@@ -46,7 +48,7 @@ const GOALS: [Goal; 6] = [
     Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("isolation-io");
     let each = if setting.quick { MIB_EACH_QUICK } else { MIB_EACH };
     let root = program(setting.dir(), "io.cgi", IO)?;
@@ -97,12 +99,12 @@ fn write_data(path: &std::path::Path, len: u64) -> Result<()> {
     for _ in 0..len / MIB {
         file.write_all(&piece).context("writing the data")?;
     }
-    // What is not on the disk yet could not be read past the page cache at the disk's own speed.
+    // Data that is not on the disk yet could not be read past the page cache at the disk's speed.
     file.sync_all().context("writing the data to the disk")
 }
 
-/// Throughput of all programs together by their own clocks, and how many failed.
-fn rate(server: &Server, host: &str, direction: &str, each: u64, at_once: usize) -> Result<(f64, usize)> {
+/// Returns the throughput of all programs together by their own clocks, and how many failed.
+fn rate(server: &TestServer, host: &str, direction: &str, each: u64, at_once: usize) -> Result<(f64, usize)> {
     let ask = question(server, host, format!("/io.cgi?{direction}={each}"));
     let answers = clients::ask(&ask, at_once, at_once)?;
     ensure!(answers.times_ms.len() + answers.failed == at_once, "an answer is missing");
@@ -110,8 +112,8 @@ fn rate(server: &Server, host: &str, direction: &str, each: u64, at_once: usize)
     Ok((all / answers.seconds, answers.failed))
 }
 
-/// Throughput of the data as a static file, MiB/s.
-fn paced(server: &Server, each: u64) -> Result<f64> {
+/// Returns the throughput of the data as a static file, MiB/s.
+fn paced(server: &TestServer, each: u64) -> Result<f64> {
     let begun = std::time::Instant::now();
     let len = http::drain(server.address, HOSTS[0], "/data.bin")?;
     ensure!(len == each * MIB, "{len} bytes of a file of {} MiB", each);

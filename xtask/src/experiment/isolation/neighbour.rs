@@ -1,5 +1,5 @@
-//! `isolation-neighbour`: what a visitor of a wiki notices while another tenant's programs burn CPU: nothing limits
-//! them, or a rule does.
+//! `isolation-neighbour`: the effect on a wiki's visitor while another tenant's programs burn CPU.
+//! It is measured without limits and with a rule that limits them.
 //!
 //! Not here: the other experiments.
 
@@ -12,13 +12,14 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
 use super::{COUNT, program, question};
-use crate::clients::{self, Background, Question, to_float};
+use crate::clients::{self, BackgroundLoad, ClientQuestion, to_float};
 use crate::content::dokuwiki;
-use crate::experiment::{Setting, UID_BASE};
+use crate::content::population::UID_BASE;
+use crate::experiment::harness::ExperimentSetting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::{Probe, Server};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::{StartProbe, TestServer};
 
 const WIKI: &str = "wiki.example";
 const PAGE: &str = "/doku.php?id=start";
@@ -31,13 +32,15 @@ const HOGS: [usize; 3] = [1, 5, 20];
 /// Turns of a hog's loop: 300 ms of CPU time on a slow virtual core, and less on others.
 const TURNS: u32 = 250_000;
 
-/// A visitor's pace: far below what the wiki could answer, so that a page's time is its own and not a queue's.
+/// A visitor's pace: far below the wiki's capacity, so that a page's time is its own and not a
+/// queue's.
 const EVERY: Duration = Duration::from_millis(25);
 
-/// Fewest connections to the wiki before anything is measured: caches of pages and of compiled scripts are warm then.
+/// Fewest connections to the wiki before the measurement: caches of pages and of compiled scripts
+/// are then warm.
 const WARM_UP: usize = 50;
 
-/// What the rule does: the programs together get a fifth of a core, and give way to everything else.
+/// The rule: the programs together get a fifth of a core, and the lowest priority.
 const RULE: &str =
     "if request.host == \"limited.example\"\n  cell \"hogs\", cpu: \"20%\", cpu_shares: 2\nend\n";
 
@@ -46,7 +49,7 @@ const GOALS: [Goal; 2] = [
     Goal { key: "hog_failed", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("isolation-neighbour");
     let server = serve(setting)?;
     let wiki = question(&server, WIKI, PAGE.into());
@@ -62,7 +65,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         for hogs in HOGS {
             for (host, variant) in [(FREE, "unlimited"), (LIMITED, "limited")] {
                 let hog = question(&server, host, format!("/count.cgi?n={TURNS}"));
-                let burning = Background::start(&hog, hogs);
+                let burning = BackgroundLoad::start(&hog, hogs);
                 let visited = visit(&mut report, round, &format!("{variant} {hogs}"), &wiki, window);
                 let hogs_done = burning.stop()?;
                 visited?;
@@ -90,7 +93,13 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn visit(report: &mut Report, round: usize, variant: &str, wiki: &Question, window: Duration) -> Result<()> {
+fn visit(
+    report: &mut Report,
+    round: usize,
+    variant: &str,
+    wiki: &ClientQuestion,
+    window: Duration,
+) -> Result<()> {
     let pages = clients::ask_steadily(wiki, EVERY, window)?;
     let why = pages.why.as_deref().unwrap_or_default();
     ensure!(pages.failed == 0, "{} pages of the wiki failed ({variant}), the first {why}", pages.failed);
@@ -99,13 +108,14 @@ fn visit(report: &mut Report, round: usize, variant: &str, wiki: &Question, wind
     Ok(())
 }
 
-fn serve(setting: &Setting) -> Result<Server> {
+fn serve(setting: &ExperimentSetting) -> Result<TestServer> {
     let tree = setting.dir().join("wiki");
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
     dokuwiki::create(&tree, UID_BASE + 1)?;
     let programs = program(setting.dir(), "count.cgi", COUNT)?;
-    let settings = Settings { rules: vec![("access_checker", RULE.into())], ..Settings::default() };
-    let node = Node::create(&setting.program, setting.dir(), "nagaya", settings)?;
+    let settings =
+        NagayaSettings { rules: vec![("access_checker", RULE.into())], ..NagayaSettings::default() };
+    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     for record in records(&tree, &programs) {
         writeln!(writer, "{record}").context("writing records")?;
@@ -113,14 +123,14 @@ fn serve(setting: &Setting) -> Result<Server> {
     writer.flush().context("writing records")?;
     drop(writer);
     node.import(&path)?;
-    node.start(&Probe { host: WIKI.into(), path: PAGE.into() })
+    node.start(&StartProbe { host: WIKI.into(), path: PAGE.into() })
 }
 
 fn records(wiki: &Path, programs: &Path) -> Vec<serde_json::Value> {
     let hog = |name: &str, host: &str| json!({"site": {"name": name, "tenant": "hogs", "hosts": [host], "backend": {"kind": "cgi", "root": programs}}});
     vec![
-        json!({"tenant": {"name": "hogs", "uid": UID_BASE, "gid": UID_BASE}}),
-        json!({"tenant": {"name": "writers", "uid": UID_BASE + 1, "gid": UID_BASE + 1}}),
+        json!({"tenant": {"name": "hogs", "uid": UID_BASE, "gid": UID_BASE, "home": programs}}),
+        json!({"tenant": {"name": "writers", "uid": UID_BASE + 1, "gid": UID_BASE + 1, "home": wiki}}),
         hog("free", FREE),
         hog("limited", LIMITED),
         json!({"site": {

@@ -1,6 +1,6 @@
-//! `isolation-overhead`: experiment 1 of per-request isolation: static hellos of 100,000 hosts with no rule, with a rule
-//! that is evaluated, with one that attaches (Figure 4 of the original), with and without receipts, and what Apache and
-//! nginx do meanwhile.
+//! `isolation-overhead`, experiment 1 of per-request isolation: static hellos of 100,000 hosts. It
+//! has no rule, a rule that is evaluated, and one that attaches (Figure 4 of the original).
+//! Receipts are on and off. Apache and nginx are the peers.
 //!
 //! Not here: the other experiments.
 
@@ -9,22 +9,23 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use crate::experiment::{Case, HELLO, Population, Setting, interleave};
-use crate::load::Target;
+use crate::content::population::{HELLO, SitePopulation};
+use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
+use crate::load::LoadTarget;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
-use crate::server::apache::{self, Mpm};
-use crate::server::nagaya::{Node, Settings};
-use crate::server::nginx::{self, Form};
-use crate::server::{Probe, Server};
+use crate::server::apache::{self, ApacheMpm};
+use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::nginx::{self, NginxForm};
+use crate::server::{StartProbe, TestServer};
 use crate::workspace;
 
 const SITES: usize = 100_000;
 
-/// The rule that attaches every request: the published figure, as the tests of the rules have it.
+/// The rule that attaches every request: the published figure, as in the tests of the rules.
 const FIGURE: &str = "crates/rules/fixtures/figure4.rb";
 
-/// The same question, and no answer for those who are no target.
+/// The same test, without an action for hosts that are not targets.
 const EVALUATED: &str = "targets = %w(\n  target1.example.com\n  target2.example.com\n  target3.example.com\n  \
      target4.example.com\n)\nr = Apache::Request.new\nif targets.include? r.hostname\n  c = Cgroup::CPU.new \
      \"httpd-limited\"\n  c.shares = 25\n  c.create\n  c.attach\nend\n";
@@ -43,17 +44,17 @@ const GOALS: [Goal; 3] = [
     Goal { key: "ratio_nginx", bound: Bound::AtLeast(1.1), aim: 1.4 },
 ];
 
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("isolation-overhead");
-    let population = Population::create(setting.dir(), SITES)?;
+    let population = SitePopulation::create(setting.dir(), SITES)?;
     eprintln!("starting the servers with {SITES} sites each");
     let servers = start(setting, &population)?;
-    let target = Target {
+    let target = LoadTarget {
         hosts: vec![population.host(population.count / 2)],
         path: "/hello.txt".into(),
         body_bytes: HELLO.len() as u64..=HELLO.len() as u64,
     };
-    let cases = [Case {
+    let cases = [ExperimentCase {
         name: "hello",
         target,
         servers: servers.iter().map(|(name, server)| (*name, server)).collect(),
@@ -65,31 +66,34 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn start(setting: &Setting, population: &Population) -> Result<Vec<(&'static str, Server)>> {
+fn start(
+    setting: &ExperimentSetting,
+    population: &SitePopulation,
+) -> Result<Vec<(&'static str, TestServer)>> {
     let dir = setting.dir();
     let figure = workspace::root().join(FIGURE);
     let figure = fs::read_to_string(&figure).with_context(|| format!("reading {}", figure.display()))?;
     let rules = |text: &str| vec![("access_checker", text.to_owned())];
     let no_receipts = "[receipts]\nkeep = 0\n".to_owned();
     let variants = [
-        (OFF, "off", Settings::default()),
-        (BARE, "bare", Settings { tables: no_receipts, ..Settings::default() }),
-        (RULE, "rule", Settings { rules: rules(EVALUATED), ..Settings::default() }),
-        (ATTACH, "attach", Settings { rules: rules(&figure), ..Settings::default() }),
+        (OFF, "off", NagayaSettings::default()),
+        (BARE, "bare", NagayaSettings { tables: no_receipts, ..NagayaSettings::default() }),
+        (RULE, "rule", NagayaSettings { rules: rules(EVALUATED), ..NagayaSettings::default() }),
+        (ATTACH, "attach", NagayaSettings { rules: rules(&figure), ..NagayaSettings::default() }),
     ];
     let mut all = Vec::new();
     for (variant, name, settings) in variants {
-        let node = Node::create(&setting.program, dir, name, settings)?;
+        let node = NagayaNode::create(&setting.program, dir, name, settings)?;
         let (path, writer) = node.records("sites.jsonl")?;
         population.write_records(writer)?;
         node.import(&path)?;
-        let probe = Probe { host: population.host(population.count / 2), path: "/hello.txt".into() };
+        let probe = StartProbe { host: population.host(population.count / 2), path: "/hello.txt".into() };
         all.push((variant, node.start(&probe)?));
     }
-    all.push((NGINX[0], nginx::sites(&dir.join("blocks"), population, Form::Blocks, false)?));
-    all.push((NGINX[1], nginx::sites(&dir.join("names"), population, Form::Names, false)?));
-    all.push((APACHE, apache::sites(dir, population, Mpm::Prefork, apache::Form::VirtualHosts)?));
-    all.push((APACHE_ALIAS, apache::sites(dir, population, Mpm::Prefork, apache::Form::Alias)?));
+    all.push((NGINX[0], nginx::sites(&dir.join("blocks"), population, NginxForm::Blocks, false)?));
+    all.push((NGINX[1], nginx::sites(&dir.join("names"), population, NginxForm::Names, false)?));
+    all.push((APACHE, apache::sites(dir, population, ApacheMpm::Prefork, apache::ApacheForm::VirtualHosts)?));
+    all.push((APACHE_ALIAS, apache::sites(dir, population, ApacheMpm::Prefork, apache::ApacheForm::Alias)?));
     Ok(all)
 }
 

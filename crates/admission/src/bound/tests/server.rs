@@ -6,8 +6,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::time::Duration;
 
-use crate::bound::{Auto, Observed};
-use crate::{Moment, Pressure};
+use crate::bound::{AdaptiveLimit, LimitSample};
+use crate::{CpuPressure, Moment};
 
 /// What a machine can do.
 #[derive(Debug, Clone, Copy)]
@@ -131,7 +131,7 @@ struct Simulation<'a> {
     line: VecDeque<Job>,
     running: u32,
     bound: u32,
-    auto: Option<Auto>,
+    auto: Option<AdaptiveLimit>,
     feels: bool,
     /// Mean service of each kind as learned so far, and of how many; the last one is of all kinds.
     learned: Vec<(f64, u32)>,
@@ -146,7 +146,7 @@ impl World {
         let (auto, feels, bound) = match policy {
             Policy::Fixed(bound) => (None, false, bound),
             Policy::Auto { min, max, feels } => {
-                let auto = Auto::new(min, max);
+                let auto = AdaptiveLimit::new(min, max);
                 let bound = auto.run();
                 (Some(auto), feels, bound)
             }
@@ -210,7 +210,8 @@ impl Simulation<'_> {
             kind += 1;
         }
         let Kind { cpu_ms, sleep_ms, .. } = self.world.kinds[kind];
-        let (cpu, sleep) = (self.noisy(cpu_ms / 1e3), self.noisy(sleep_ms / 1e3));
+        let cpu = self.noisy(cpu_ms / 1e3);
+        let sleep = self.noisy(sleep_ms / 1e3);
         self.line.push_back(Job { kind, cpu, sleep, asked: self.now, began: 0.0 });
         self.start();
     }
@@ -267,7 +268,7 @@ impl Simulation<'_> {
             self.out.work += (cpu_ms + sleep_ms) / 1e3;
         }
         let service = Some(Duration::from_secs_f64(service));
-        self.observe(Observed { running: self.running, waiting: self.line.len() as u32, service, work });
+        self.observe(LimitSample { running: self.running, waiting: self.line.len() as u32, service, work });
         self.running -= 1;
         if let Load::Closed(_) = self.world.load {
             self.ask();
@@ -275,7 +276,7 @@ impl Simulation<'_> {
         self.start();
     }
 
-    fn observe(&mut self, observed: Observed) {
+    fn observe(&mut self, observed: LimitSample) {
         if let Some(auto) = &mut self.auto {
             let changed = auto.observe(Moment((self.now * 1e6) as u64), observed);
             assert_eq!(changed.unwrap_or(self.bound), auto.run(), "a change is told, and only a change");
@@ -289,17 +290,18 @@ impl Simulation<'_> {
             self.out.bounds.push(self.bound);
         }
         if tick.is_multiple_of(10) {
-            let pressure = Pressure {
+            let pressure = CpuPressure {
                 busy: (self.used * 10.0 / self.machine.cores) as f32,
                 starved: (self.starved * 10.0) as f32,
             };
-            (self.used, self.starved) = (0.0, 0.0);
+            self.used = 0.0;
+            self.starved = 0.0;
             let now = Moment((self.now * 1e6) as u64);
             if let Some(auto) = self.auto.as_mut().filter(|_| self.feels) {
                 auto.feel(now, pressure);
             }
             let waiting = self.line.len() as u32;
-            self.observe(Observed { running: self.running, waiting, service: None, work: 1.0 });
+            self.observe(LimitSample { running: self.running, waiting, service: None, work: 1.0 });
             self.start();
         }
         if let Some((_, machine)) = world.step.filter(|(at, _)| self.now >= *at) {

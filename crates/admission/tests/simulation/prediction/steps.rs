@@ -83,7 +83,7 @@ fn a_kind_that_becomes_slower_alone_takes_no_other_with_it() {
 }
 
 #[test]
-fn quick_ones_that_run_among_sleepers_at_times_say_little_of_these() {
+fn quick_requests_among_sleepers_say_little_of_these() {
     first_seconds("remote reports, as before", &mixed(QUICK_AND_REMOTE_REPORTS, 1.0, None), 50.0);
     first_seconds("remote reports, slower", &mixed(QUICK_AND_REMOTE_REPORTS, 0.5, None), 75.0);
 }

@@ -4,21 +4,23 @@ use nagaya_admission::Moment;
 use nagaya_base::Code;
 use proptest::prelude::*;
 
-use super::asked::{Language, is_crawler, language, wants_html};
-use super::words::Words;
-use super::{Facts, HTML, Kept, SCRIPT, STYLE, Slip, base64, csp, problem_json, render, render_own};
+use crate::admission::page::messages::PageMessages;
+use crate::admission::page::negotiation::{PageLanguage, is_crawler, language, wants_html};
+use crate::admission::page::{
+    HTML, PageFacts, SCRIPT, STYLE, TicketOffer, TicketView, base64, csp, problem_json, render, render_own,
+};
 
 /// A page must fit into the first packets of a connection.
 const PAGE_MAX: usize = 8 * 1024;
 
-const BOTH: [Language; 2] = [Language::English, Language::Japanese];
+const BOTH: [PageLanguage; 2] = [PageLanguage::English, PageLanguage::Japanese];
 
-fn kept(events_path: &str) -> Option<Kept<'_>> {
-    Some(Kept { window_seconds: 20, events_path })
+fn kept(events_path: &str) -> Option<TicketOffer<'_>> {
+    Some(TicketOffer { window_seconds: 20, events_path })
 }
 
-fn facts(language: Language) -> Facts<'static> {
-    Facts {
+fn facts(language: PageLanguage) -> PageFacts<'static> {
+    PageFacts {
         site: "shop.example",
         ahead: Some(12),
         wait_seconds: Some(40),
@@ -38,34 +40,34 @@ fn between<'a>(text: &'a str, begin: &str, end: &str) -> &'a str {
 
 #[test]
 fn it_tells_the_place_and_the_time_with_its_uncertainty() {
-    let page = render(&facts(Language::English));
+    let page = render(&facts(PageLanguage::English));
     assert!(page.contains("<p id=\"place\">12 visitors go before you.</p>"), "{page}");
     assert!(page.contains("Your turn comes in about 40 s, at most 60 s.</p>"), "{page}");
     assert!(page.contains("your place is kept for 20 s."), "{page}");
     assert!(page.contains("shop.example is busy right now"), "{page}");
-    let page = render(&facts(Language::Japanese));
+    let page = render(&facts(PageLanguage::Japanese));
     assert!(page.contains("あなたの前に 12 人います。"), "{page}");
     assert!(page.contains("あと約 40 秒、長くても 60 秒で順番が来ます。"), "{page}");
 }
 
 #[test]
-fn what_is_not_known_is_said_to_be() {
-    let unknown = Facts { wait_seconds: None, ahead: Some(0), ..facts(Language::English) };
+fn page_says_which_facts_are_unknown() {
+    let unknown = PageFacts { wait_seconds: None, ahead: Some(0), ..facts(PageLanguage::English) };
     let page = render(&unknown);
     assert!(page.contains("How long it takes is not known yet.</p>"), "{page}");
     assert!(page.contains("<p id=\"place\">Nobody goes before you.</p>"), "{page}");
     assert!(page.contains("data-wait=\"\""), "{page}");
-    let page = render(&Facts { at_most_seconds: None, ahead: Some(1), ..facts(Language::English) });
+    let page = render(&PageFacts { at_most_seconds: None, ahead: Some(1), ..facts(PageLanguage::English) });
     assert!(page.contains("Your turn comes in about 40 s.</p>"), "{page}");
     assert!(page.contains("<p id=\"place\">1 visitor goes before you.</p>"), "{page}");
 }
 
 #[test]
 fn long_times_are_told_in_larger_units() {
-    let words = Words::of(Language::English, true);
+    let words = PageMessages::of(PageLanguage::English, true);
     let told = [0, 90, 91, 3600, 5400, 5401, 86_400].map(|seconds| words.time(seconds));
     assert_eq!(told, ["0 s", "90 s", "2 min", "60 min", "90 min", "1 h 31 min", "24 h 0 min"]);
-    assert_eq!(Words::of(Language::Japanese, true).time(7260), "2 時間 1 分");
+    assert_eq!(PageMessages::of(PageLanguage::Japanese, true).time(7260), "2 時間 1 分");
     // The script counts in the same units.
     assert!(SCRIPT.contains("seconds <= 90") && SCRIPT.contains("minutes <= 90"));
 }
@@ -77,13 +79,13 @@ fn it_is_small_whatever_is_told() {
     for language in BOTH {
         for (is_post, is_kept) in [(false, true), (true, true), (false, false), (true, false)] {
             let most = Some(u32::MAX);
-            let worst = Facts {
+            let worst = PageFacts {
                 site: &site,
                 ahead: Some(u32::MAX),
                 wait_seconds: most,
                 at_most_seconds: most,
                 begins_in_seconds: u32::MAX,
-                kept: is_kept.then_some(Kept { window_seconds: u32::MAX, events_path: &events }),
+                kept: is_kept.then_some(TicketOffer { window_seconds: u32::MAX, events_path: &events }),
                 is_post,
                 ..facts(language)
             };
@@ -110,7 +112,7 @@ fn it_needs_nothing_from_elsewhere() {
 
 #[test]
 fn the_policy_allows_just_this_style_and_script() {
-    let page = render(&facts(Language::Japanese));
+    let page = render(&facts(PageLanguage::Japanese));
     for (element, directive) in [("style", "style-src"), ("script", "script-src")] {
         let text = between(&page, &format!("<{element}>"), &format!("</{element}>"));
         let hash = base64(ring::digest::digest(&ring::digest::SHA256, text.as_bytes()).as_ref());
@@ -191,12 +193,12 @@ fn the_script_finds_what_it_looks_for() {
 }
 
 #[test]
-fn what_was_sent_is_sent_again_only_when_its_user_says_so() {
-    let post = render(&Facts { is_post: true, ..facts(Language::English) });
+fn page_repeats_a_post_only_when_its_user_agrees() {
+    let post = render(&PageFacts { is_post: true, ..facts(PageLanguage::English) });
     assert!(post.contains("data-post=\"yes\"") && post.contains("press the button"), "{post}");
     assert!(post.contains("reload this page, and confirm"), "without scripts: {post}");
     assert!(post.contains("<noscript></noscript>"), "it would come again without what was sent: {post}");
-    let get = render(&facts(Language::English));
+    let get = render(&facts(PageLanguage::English));
     assert!(get.contains("data-post=\"no\"") && get.contains("reloads by itself"), "{get}");
     assert!(get.contains("<noscript><meta http-equiv=\"refresh\" content=\"40\"></noscript>"), "{get}");
 }
@@ -204,7 +206,7 @@ fn what_was_sent_is_sent_again_only_when_its_user_says_so() {
 #[test]
 fn markup_in_what_is_told_stays_text() {
     let evil = "\"><script>alert('x')</script>&{{ahead}}";
-    let told = Facts { site: evil, kept: kept(evil), request_id: evil, ..facts(Language::English) };
+    let told = PageFacts { site: evil, kept: kept(evil), request_id: evil, ..facts(PageLanguage::English) };
     let page = render(&told);
     assert_eq!(page.matches("<script>").count(), 1, "{page}");
     assert!(page.contains("&#60;script&#62;alert(&#39;x&#39;)"), "{page}");
@@ -216,7 +218,7 @@ fn markup_in_what_is_told_stays_text() {
 #[test]
 fn the_wording_needs_no_escaping() {
     for (language, is_kept) in BOTH.into_iter().flat_map(|language| [(language, true), (language, false)]) {
-        let words = Words::of(language, is_kept);
+        let words = PageMessages::of(language, is_kept);
         let all = [
             words.title,
             words.heading,
@@ -251,22 +253,22 @@ fn the_wording_needs_no_escaping() {
 fn a_site_has_a_page_of_its_own() {
     let template = "{{ahead}} before you, {{wait}} s, at most {{at_most}} s, from {{begins_in}} s on; \
                     {{events}} {{request}} {{unknown}} {{";
-    let page = render_own(template, &facts(Language::English));
+    let page = render_own(template, &facts(PageLanguage::English));
     assert_eq!(
         page,
         "12 before you, 40 s, at most 60 s, from 40 s on; /.nagaya/wait/0123456789abcdef 01J0000000000000 \
          {{unknown}} {{"
     );
-    let unknown = Facts { wait_seconds: None, at_most_seconds: None, ..facts(Language::English) };
+    let unknown = PageFacts { wait_seconds: None, at_most_seconds: None, ..facts(PageLanguage::English) };
     assert_eq!(render_own("[{{wait}}{{at_most}}]", &unknown), "[]");
 }
 
 #[test]
 fn programs_get_a_problem_document() {
     let slot = Moment(1_800_000_000_500_000)..Moment(1_800_000_020_000_000);
-    let told = Facts { site: "a\"b", at_most_seconds: None, ..facts(Language::English) };
+    let told = PageFacts { site: "a\"b", at_most_seconds: None, ..facts(PageLanguage::English) };
     let document: serde_json::Value =
-        serde_json::from_str(&problem_json(&told, Some(&Slip { text: "TICKET", slot }), Code(450)))
+        serde_json::from_str(&problem_json(&told, Some(&TicketView { text: "TICKET", slot }), Code(450)))
             .expect("it is JSON");
     assert_eq!(document["type"], "urn:nagaya:NGY0450");
     assert_eq!(document["status"], 503);
@@ -284,7 +286,7 @@ fn programs_get_a_problem_document() {
 
 #[test]
 fn without_a_ticket_nothing_is_promised() {
-    let none = Facts { kept: None, begins_in_seconds: 7, ..facts(Language::English) };
+    let none = PageFacts { kept: None, begins_in_seconds: 7, ..facts(PageLanguage::English) };
     let page = render(&none);
     assert!(page.contains("<p id=\"place\">12 visitors are in line.</p>"), "{page}");
     assert!(page.contains("<p id=\"clock\" role=\"timer\">Next try in 7 s.</p>"), "{page}");
@@ -292,10 +294,10 @@ fn without_a_ticket_nothing_is_promised() {
     assert!(page.contains("<noscript><meta http-equiv=\"refresh\" content=\"7\"></noscript>"), "{page}");
     assert!(page.contains("data-wait=\"7\"") && page.contains("data-most=\"\""), "{page}");
     assert!(!page.contains("is kept") && !page.contains("Your turn"), "{page}");
-    let post = render(&Facts { is_post: true, ahead: None, ..none });
+    let post = render(&PageFacts { is_post: true, ahead: None, ..none });
     assert!(post.contains("Nothing you sent has been acted on yet."), "{post}");
     assert!(post.contains("<p id=\"place\"></p>") && post.contains("data-ahead=\"\""), "{post}");
-    let japanese = render(&Facts { language: Language::Japanese, ..none });
+    let japanese = render(&PageFacts { language: PageLanguage::Japanese, ..none });
     assert!(japanese.contains("12 人が待っています。") && japanese.contains("あと 7 秒"), "{japanese}");
     assert_eq!(render_own("[{{events}}] {{begins_in}}", &none), "[] 7");
 
@@ -305,7 +307,7 @@ fn without_a_ticket_nothing_is_promised() {
     assert_eq!((&document["position"], &document["predicted_wait_seconds"]), (&13.into(), &40.into()));
     assert!(["ticket", "not_before", "not_after"].iter().all(|field| document.get(field).is_none()));
     assert!(document["detail"].as_str().is_some_and(|it| it.contains("in 7 seconds")), "{document}");
-    let unknown = Facts { ahead: None, wait_seconds: None, ..none };
+    let unknown = PageFacts { ahead: None, wait_seconds: None, ..none };
     let document: serde_json::Value =
         serde_json::from_str(&problem_json(&unknown, None, Code(414))).expect("it is JSON");
     assert!(document["position"].is_null() && document["predicted_wait_seconds"].is_null(), "{document}");
@@ -314,19 +316,19 @@ fn without_a_ticket_nothing_is_promised() {
 #[test]
 fn the_language_is_the_one_wanted_most() {
     let wanted = [
-        (None, Language::English),
-        (Some("ja"), Language::Japanese),
-        (Some("ja-JP,ja;q=0.9,en-US;q=0.8,en;q=0.7"), Language::Japanese),
-        (Some("en-US,en;q=0.9,ja;q=0.8"), Language::English),
-        (Some("en;q=0.4, JA ; q=0.5"), Language::Japanese),
-        (Some("fr-FR,fr;q=0.9,ja;q=0.2"), Language::Japanese),
-        (Some("de"), Language::English),
-        (Some("*"), Language::English),
-        (Some("ja;q=0, en;q=0.1"), Language::English),
-        (Some("ja;q=0"), Language::English),
-        (Some("jam, en;q=0.1"), Language::English),
-        (Some("ja;q=abc, en;q=0.1"), Language::English),
-        (Some("ja;q=NaN, en;q=0.001"), Language::English),
+        (None, PageLanguage::English),
+        (Some("ja"), PageLanguage::Japanese),
+        (Some("ja-JP,ja;q=0.9,en-US;q=0.8,en;q=0.7"), PageLanguage::Japanese),
+        (Some("en-US,en;q=0.9,ja;q=0.8"), PageLanguage::English),
+        (Some("en;q=0.4, JA ; q=0.5"), PageLanguage::Japanese),
+        (Some("fr-FR,fr;q=0.9,ja;q=0.2"), PageLanguage::Japanese),
+        (Some("de"), PageLanguage::English),
+        (Some("*"), PageLanguage::English),
+        (Some("ja;q=0, en;q=0.1"), PageLanguage::English),
+        (Some("ja;q=0"), PageLanguage::English),
+        (Some("jam, en;q=0.1"), PageLanguage::English),
+        (Some("ja;q=abc, en;q=0.1"), PageLanguage::English),
+        (Some("ja;q=NaN, en;q=0.001"), PageLanguage::English),
     ];
     for (field, expected) in wanted {
         assert_eq!(language(field), expected, "{field:?}");
@@ -380,8 +382,8 @@ fn crawlers_are_known_by_their_names() {
 proptest! {
     #[test]
     fn no_text_gets_out_of_its_place(site in ".{0,60}", id in ".{0,60}", events in ".{0,60}") {
-        let plain = render(&facts(Language::English));
-        let told = Facts { site: &site, request_id: &id, kept: kept(&events), ..facts(Language::English) };
+        let plain = render(&facts(PageLanguage::English));
+        let told = PageFacts { site: &site, request_id: &id, kept: kept(&events), ..facts(PageLanguage::English) };
         let page = render(&told);
         for mark in ['<', '>', '"'] {
             prop_assert_eq!(page.matches(mark).count(), plain.matches(mark).count());

@@ -1,19 +1,19 @@
-//! The file of tickets: one redb file in a directory of the edge's own.
+//! Reads and writes the file of tickets: one redb file in a directory of the edge's own.
 //!
 //! | table | key | value |
 //! |---|---|---|
 //! | `meta` | `format` | number |
-//! | `promised` | nonce | lane, begin and end of the slot (microseconds), epoch, client |
+//! | `promised` | nonce | lane, begin and end of the slot (us), epoch, client |
 //! | `called` | nonce of a promised one | nothing |
 //! | `spent` | nonce | lane, until when to remember it |
 //! | `over` | from when on it is not needed, nonce | nothing |
-//! | `paced` | lane | what a request takes while there is a line (microseconds), when that was stored |
-//! | `keys` | id | its 32 bytes in two halves, when it was made, until when it is needed (0: it signs) |
+//! | `paced` | lane | time a request takes in a line (us), when that was stored |
+//! | `keys` | id | its 32 bytes in two halves, when it was made, its end (0: it signs) |
 //!
-//! A format is never changed in place: a new one gets a new number and a migration when it is opened. A file without `called` or `paced`
-//! is of the same one, and so is one of which a program knows neither: calls only bring somebody in before his slot, and a pace is
-//! learned anew. Not here: when
-//! what is written, and what is done about errors (`store`).
+//! A format is never changed in place. A new one gets a new number and a migration when it is
+//! opened. A file without `called` or `paced` has the same format, also for a program that knows
+//! neither. Calls only bring a holder in before the slot, and a pace is learned again. Not here:
+//! when to write, and the handling of errors (`store`).
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -21,7 +21,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use nagaya_admission::{ClientKey, Keys, LaneName, Moment, Nonce, Record, Ticket};
+use nagaya_admission::{ClientKey, LaneName, Moment, Nonce, Ticket, TicketKeyring, TicketRecord};
 use redb::{
     Builder, Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table,
     TableDefinition, TableError, WriteTransaction,
@@ -29,51 +29,52 @@ use redb::{
 use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::Stored;
+use crate::admission::store::StoredTickets;
 
 /// The format this program writes and reads.
 const FORMAT: u64 = 1;
 
 const NAME: &str = "tickets.redb";
 
-/// Ends of the names of files that were set aside, and of such that are being made.
+/// Markers in the names of files that were set aside, and of files under construction.
 const DAMAGED: &str = ".damaged-";
 const DRAFT: &str = ".new";
 
-/// Damaged files that are kept for somebody to look at. Of more the oldest go.
+/// Maximum number of damaged files kept for inspection. The oldest ones are deleted.
 const DAMAGED_MAX: usize = 3;
 
-/// Memory the database may keep pages in: 10,000 tickets take about 2 MB.
+/// Memory for cached pages of the database: 10,000 tickets take about 2 MB.
 const CACHE_BYTES: usize = 4 << 20;
 
-/// A key signs so long.
+/// Time for which a key signs.
 pub(super) const KEY_FOR: Duration = Duration::from_secs(30 * 86_400);
 
-/// A key that signs no more is kept so much longer than the last ticket known when the next one came: for what was just being
-/// signed then.
+/// Additional time for which an old key is kept after the last known ticket. It covers tickets
+/// that were being signed at the change.
 const KEY_MARGIN: Duration = Duration::from_secs(3_600);
 
-/// Records that are removed with each transaction because they are over, beside twice as many as it adds.
+/// Number of expired records removed with each transaction, in addition to twice the number it
+/// adds.
 const OVER_MAX: usize = 256;
 
-/// Lanes whose pace is kept. Of more, those that were stored longest ago go.
+/// Maximum number of lanes whose pace is kept. Those stored longest ago are deleted.
 const PACED_MAX: u64 = 16_384;
 
-type Promised = (u128, u64, u64, u32, u64);
-type Spent = (u128, u64);
-type Paced = (u64, u64);
-type Key = (u128, u128, u64, u64);
+type PromisedTuple = (u128, u64, u64, u32, u64);
+type SpentTuple = (u128, u64);
+type PacedTuple = (u64, u64);
+type KeyTuple = (u128, u128, u64, u64);
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
-const PROMISED: TableDefinition<'_, u128, Promised> = TableDefinition::new("promised");
+const PROMISED: TableDefinition<'_, u128, PromisedTuple> = TableDefinition::new("promised");
 const CALLED: TableDefinition<'_, u128, ()> = TableDefinition::new("called");
-const SPENT: TableDefinition<'_, u128, Spent> = TableDefinition::new("spent");
-const PACED: TableDefinition<'_, u128, Paced> = TableDefinition::new("paced");
+const SPENT: TableDefinition<'_, u128, SpentTuple> = TableDefinition::new("spent");
+const PACED: TableDefinition<'_, u128, PacedTuple> = TableDefinition::new("paced");
 const OVER: TableDefinition<'_, (u64, u128), ()> = TableDefinition::new("over");
-const KEYS: TableDefinition<'_, u32, Key> = TableDefinition::new("keys");
+const KEYS: TableDefinition<'_, u32, KeyTuple> = TableDefinition::new("keys");
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum FileError {
+pub(super) enum TicketFileError {
     #[error("file '{NAME}' in the directory of tickets: {0}")]
     Io(#[from] io::Error),
     #[error("another process has file '{NAME}' open")]
@@ -84,9 +85,9 @@ pub(super) enum FileError {
     Format(u64),
 }
 
-type Fallible<T> = Result<T, redb::Error>;
+type RedbResult<T> = Result<T, redb::Error>;
 
-impl From<redb::Error> for FileError {
+impl From<redb::Error> for TicketFileError {
     fn from(error: redb::Error) -> Self {
         match error {
             redb::Error::DatabaseAlreadyOpen => Self::Locked,
@@ -108,7 +109,7 @@ pub(super) struct KeyRow {
     pub id: u32,
     pub bytes: [u8; 32],
     pub made: Moment,
-    /// `None`: it signs.
+    /// `None` while it signs.
     pub needed_until: Option<Moment>,
 }
 
@@ -120,17 +121,18 @@ pub(super) struct TicketFile {
 }
 
 impl TicketFile {
-    /// Opens the file, or makes it with the keys given if there is none. The keys are then those of the file. Also what is stored.
+    /// Opens the file, or creates it with the given keys if there is none. `keys` then holds
+    /// those of the file. Also returns the stored records.
     pub(super) fn open(
         directory: BorrowedFd<'_>,
         keys: &mut Vec<KeyRow>,
         now: Moment,
-    ) -> Result<(Self, Stored), FileError> {
+    ) -> Result<(Self, StoredTickets), TicketFileError> {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let database = match rustix::fs::openat(directory, NAME, flags, Mode::empty()) {
             Ok(file) => open_existing(File::from(file))?,
             Err(Errno::NOENT) => create(directory)?,
-            Err(error) => return Err(FileError::Io(error.into())),
+            Err(error) => return Err(TicketFileError::Io(error.into())),
         };
         let mut file = Self { database, tended: Moment(0) };
         file.load_keys(keys, now)?;
@@ -138,19 +140,19 @@ impl TicketFile {
         Ok((file, stored))
     }
 
-    /// Stores records as one transaction, on the disk when this returns.
+    /// Stores records as one transaction. They are on disk when this returns.
     pub(super) fn store(
         &mut self,
-        records: impl IntoIterator<Item = Record>,
+        records: impl IntoIterator<Item = TicketRecord>,
         now: Moment,
-    ) -> Result<(), FileError> {
+    ) -> Result<(), TicketFileError> {
         let mut records = records.into_iter().peekable();
         if records.peek().is_none() {
             return Ok(());
         }
         let write = || {
             let write = self.database.begin_write()?;
-            let mut tables = Tables::open(&write)?;
+            let mut tables = TicketTables::open(&write)?;
             let mut count = 0;
             for record in records {
                 tables.put(&record, now)?;
@@ -163,8 +165,9 @@ impl TicketFile {
         write().map_err(|error: redb::Error| error.into())
     }
 
-    /// Now and then: a new key when it is time, and away with keys and records that are not needed. True: the keys are others.
-    pub(super) fn tend(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<bool, FileError> {
+    /// Makes a new key when it is due, and deletes keys and records that are not needed. Returns
+    /// true if the keys changed.
+    pub(super) fn tend(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<bool, TicketFileError> {
         const EVERY: Duration = Duration::from_secs(60);
         if now < after(self.tended, EVERY) {
             return Ok(false);
@@ -175,7 +178,7 @@ impl TicketFile {
         let is_over = |key: &KeyRow| key.needed_until.is_some_and(|until| until <= now);
         let write = || {
             let write = self.database.begin_write()?;
-            let mut tables = Tables::open(&write)?;
+            let mut tables = TicketTables::open(&write)?;
             let mut next: Vec<KeyRow> = keys.iter().filter(|key| !is_over(key)).cloned().collect();
             if is_old {
                 let last = tables.over.last()?.map_or(now, |(over, _)| Moment(over.value().0).max(now));
@@ -195,13 +198,13 @@ impl TicketFile {
             }
             Ok((next, are_new))
         };
-        let (next, are_new) = write().map_err(|error: redb::Error| FileError::from(error))?;
+        let (next, are_new) = write().map_err(|error: redb::Error| TicketFileError::from(error))?;
         *keys = next;
         Ok(are_new)
     }
 
-    /// The file's keys, or, in one that has none, those that were in use before it, or a first one.
-    fn load_keys(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<(), FileError> {
+    /// Loads the file's keys. A file without keys gets those in use before it, or a first one.
+    fn load_keys(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<(), TicketFileError> {
         let read = || {
             let read = self.database.begin_read()?;
             let mut rows = Vec::new();
@@ -211,42 +214,42 @@ impl TicketFile {
             }
             Ok(rows)
         };
-        let found = read().map_err(|error: redb::Error| FileError::from(error))?;
+        let found = read().map_err(|error: redb::Error| TicketFileError::from(error))?;
         if !found.is_empty() {
             *keys = found;
         } else if !keys.is_empty() {
             let write = || {
                 let write = self.database.begin_write()?;
-                Tables::open(&write)?.put_keys(keys)?;
+                TicketTables::open(&write)?.put_keys(keys)?;
                 Ok(write.commit()?)
             };
-            write().map_err(|error: redb::Error| FileError::from(error))?;
+            write().map_err(|error: redb::Error| TicketFileError::from(error))?;
         }
         self.tend(keys, now).map(drop)
     }
 
-    /// What is stored and not over, in the order of the slots.
-    fn load(&self, now: Moment) -> Result<Stored, FileError> {
+    /// Returns the valid stored records, in the order of the slots.
+    fn load(&self, now: Moment) -> Result<StoredTickets, TicketFileError> {
         let read = || {
             let read = self.database.begin_read()?;
-            let mut stored = Stored::new();
+            let mut stored = StoredTickets::new();
             for row in read.open_table(PROMISED)?.iter()? {
                 let (nonce, promised) = row?;
                 stored.push(promised_record(nonce.value(), promised.value()));
             }
             stored.sort_unstable_by_key(|(_, record)| match record {
-                Record::Promised { ticket, .. } => (ticket.begins, ticket.nonce),
-                Record::Called { nonce } | Record::Spent { nonce, .. } | Record::Forgotten { nonce } => {
-                    (Moment(0), *nonce)
-                }
-                Record::Paced { .. } => (Moment(0), Nonce(0)),
+                TicketRecord::Promised { ticket, .. } => (ticket.begins, ticket.nonce),
+                TicketRecord::Called { nonce }
+                | TicketRecord::Spent { nonce, .. }
+                | TicketRecord::Forgotten { nonce } => (Moment(0), *nonce),
+                TicketRecord::Paced { .. } => (Moment(0), Nonce(0)),
             });
             stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
             let called = load_called(&read, &stored)?;
             for row in read.open_table(SPENT)?.iter()? {
                 let (nonce, spent) = row?;
                 let (lane, until) = spent.value();
-                let record = Record::Spent { nonce: Nonce(nonce.value()), until: Moment(until) };
+                let record = TicketRecord::Spent { nonce: Nonce(nonce.value()), until: Moment(until) };
                 stored.push((LaneName(lane.to_be_bytes()), record));
             }
             stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
@@ -258,7 +261,7 @@ impl TicketFile {
     }
 }
 
-/// Moves a damaged file out of the way. Its new name.
+/// Renames a damaged file. Returns its new name.
 pub(super) fn set_aside(directory: BorrowedFd<'_>, now: Moment) -> io::Result<String> {
     let name = format!("{NAME}{DAMAGED}{}", now.0);
     rustix::fs::renameat(directory, NAME, directory, &name)?;
@@ -271,15 +274,15 @@ pub(super) fn set_aside(directory: BorrowedFd<'_>, now: Moment) -> io::Result<St
     Ok(name)
 }
 
-/// What signs and verifies with these. `None`: there are none.
-pub(super) fn keys(rows: &[KeyRow]) -> Option<Keys> {
+/// Returns the keys that sign and verify. `None` if there are none.
+pub(super) fn keys(rows: &[KeyRow]) -> Option<TicketKeyring> {
     let mut rows: Vec<&KeyRow> = rows.iter().collect();
     rows.sort_unstable_by_key(|row| (row.needed_until.is_none(), row.made));
-    let mut keys: Option<Keys> = None;
+    let mut keys: Option<TicketKeyring> = None;
     for row in rows {
         match &mut keys {
             Some(keys) => keys.rotate(row.id, &row.bytes),
-            None => keys = Some(Keys::new(row.id, &row.bytes)),
+            None => keys = Some(TicketKeyring::new(row.id, &row.bytes)),
         }
     }
     keys
@@ -291,28 +294,29 @@ fn builder() -> Builder {
     builder
 }
 
-fn open_existing(file: File) -> Result<Database, FileError> {
+fn open_existing(file: File) -> Result<Database, TicketFileError> {
     if file.metadata()?.len() == 0 {
-        return Err(FileError::Damaged("it is empty".into()));
+        return Err(TicketFileError::Damaged("it is empty".into()));
     }
     let mut database = builder().create_file(file).map_err(redb::Error::from)?;
     if !database.check_integrity().map_err(redb::Error::from)? {
-        return Err(FileError::Damaged("a page does not match its checksum".into()));
+        return Err(TicketFileError::Damaged("a page does not match its checksum".into()));
     }
     let format = || {
         let format = database.begin_read()?.open_table(META)?.get("format")?.map(|format| format.value());
         Ok(format)
     };
-    match format().map_err(|error: redb::Error| FileError::from(error))? {
+    match format().map_err(|error: redb::Error| TicketFileError::from(error))? {
         Some(FORMAT) => Ok(database),
-        Some(other) => Err(FileError::Format(other)),
-        None => Err(FileError::Damaged("it does not say of what format it is".into())),
+        Some(other) => Err(TicketFileError::Format(other)),
+        None => Err(TicketFileError::Damaged("it does not name its format".into())),
     }
 }
 
-/// A file appears under its name only once it is whole, so that a crash now leaves none that is taken for damaged.
-fn create(directory: BorrowedFd<'_>) -> Result<Database, FileError> {
-    let io = |error: Errno| FileError::Io(error.into());
+/// Creates a file. It appears under its name only once it is complete, so a crash now leaves none
+/// that looks damaged.
+fn create(directory: BorrowedFd<'_>) -> Result<Database, TicketFileError> {
+    let io = |error: Errno| TicketFileError::Io(error.into());
     for stale in names(directory, |name| name.ends_with(DRAFT))? {
         rustix::fs::unlinkat(directory, &stale, AtFlags::empty()).map_err(io)?;
     }
@@ -322,28 +326,29 @@ fn create(directory: BorrowedFd<'_>) -> Result<Database, FileError> {
     let make = || {
         let database = builder().create_file(File::from(file))?;
         let write = database.begin_write()?;
-        Tables::open(&write)?;
+        TicketTables::open(&write)?;
         write.open_table(META)?.insert("format", FORMAT)?;
         write.commit()?;
         Ok(database)
     };
-    let made = make().map_err(|error: redb::Error| FileError::from(error)).and_then(|database| {
-        // A link, unlike a rename, fails if another process was faster; its file is then waited for.
+    let made = make().map_err(|error: redb::Error| TicketFileError::from(error)).and_then(|database| {
+        // A link, unlike a rename, fails if another process was faster. Then this one waits for
+        // its file.
         match rustix::fs::linkat(directory, &draft, directory, NAME, AtFlags::empty()) {
             Ok(()) => Ok(database),
-            Err(Errno::EXIST) => Err(FileError::Locked),
+            Err(Errno::EXIST) => Err(TicketFileError::Locked),
             Err(error) => Err(io(error)),
         }
     });
     let removed = rustix::fs::unlinkat(directory, &draft, AtFlags::empty());
     let database = made?;
     removed.map_err(io)?;
-    // The name is to be on the disk as well.
+    // The name must be on the disk as well.
     rustix::fs::fsync(directory).map_err(io)?;
     Ok(database)
 }
 
-/// Names in the directory that are of this store and wanted.
+/// Returns the names in the directory that belong to this store and are wanted.
 fn names(directory: BorrowedFd<'_>, wanted: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in Dir::read_from(directory)? {
@@ -361,69 +366,72 @@ fn new_key(now: Moment) -> KeyRow {
     for random in [&mut id[..], &mut bytes[..]] {
         getrandom::fill(random).expect("the kernel gives random bytes once it has booted");
     }
-    // A random number, so that one of a file that is lost is not taken for one of the file after it.
+    // A random number, so that a key of a lost file differs from one of the next file.
     KeyRow { id: u32::from_be_bytes(id), bytes, made: now, needed_until: None }
 }
 
-fn key_row(id: u32, (high, low, made, needed_until): Key) -> KeyRow {
+fn key_row(id: u32, (high, low, made, needed_until): KeyTuple) -> KeyRow {
     let mut bytes = [0; 32];
     bytes[..16].copy_from_slice(&high.to_be_bytes());
     bytes[16..].copy_from_slice(&low.to_be_bytes());
     KeyRow { id, bytes, made: Moment(made), needed_until: (needed_until > 0).then_some(Moment(needed_until)) }
 }
 
-fn promised_record(nonce: u128, (lane, begins, ends, epoch, client): Promised) -> (LaneName, Record) {
+fn promised_record(
+    nonce: u128,
+    (lane, begins, ends, epoch, client): PromisedTuple,
+) -> (LaneName, TicketRecord) {
     let lane = LaneName(lane.to_be_bytes());
     let (begins, ends) = (Moment(begins), Moment(ends));
     let ticket = Ticket { lane, begins, ends, epoch, nonce: Nonce(nonce) };
-    (lane, Record::Promised { ticket, client: ClientKey(client) })
+    (lane, TicketRecord::Promised { ticket, client: ClientKey(client) })
 }
 
-/// Of those promised, who was called.
-fn load_called(read: &ReadTransaction, promised: &Stored) -> Fallible<Stored> {
+/// Returns the promised ones that were called.
+fn load_called(read: &ReadTransaction, promised: &StoredTickets) -> RedbResult<StoredTickets> {
     let called = match read.open_table(CALLED) {
         Ok(table) => table,
-        Err(TableError::TableDoesNotExist(_)) => return Ok(Stored::new()),
+        Err(TableError::TableDoesNotExist(_)) => return Ok(StoredTickets::new()),
         Err(error) => return Err(error.into()),
     };
-    let mut found = Stored::new();
+    let mut found = StoredTickets::new();
     for (lane, record) in promised {
-        let Record::Promised { ticket, .. } = record else { continue };
+        let TicketRecord::Promised { ticket, .. } = record else { continue };
         if called.get(ticket.nonce.0)?.is_some() {
-            found.push((*lane, Record::Called { nonce: ticket.nonce }));
+            found.push((*lane, TicketRecord::Called { nonce: ticket.nonce }));
         }
     }
     Ok(found)
 }
 
-/// What requests took.
-fn load_paced(read: &ReadTransaction) -> Fallible<Stored> {
+/// Returns the pace of each lane.
+fn load_paced(read: &ReadTransaction) -> RedbResult<StoredTickets> {
     let paced = match read.open_table(PACED) {
         Ok(table) => table,
-        Err(TableError::TableDoesNotExist(_)) => return Ok(Stored::new()),
+        Err(TableError::TableDoesNotExist(_)) => return Ok(StoredTickets::new()),
         Err(error) => return Err(error.into()),
     };
-    let mut found = Stored::new();
+    let mut found = StoredTickets::new();
     for row in paced.iter()? {
         let (lane, paced) = row?;
         let (lane, (service_us, _)) = (LaneName(lane.value().to_be_bytes()), paced.value());
-        found.push((lane, Record::Paced { lane, service_us }));
+        found.push((lane, TicketRecord::Paced { lane, service_us }));
     }
     Ok(found)
 }
 
 /// All tables of one write transaction.
-struct Tables<'txn> {
-    promised: Table<'txn, u128, Promised>,
+struct TicketTables<'txn> {
+    promised: Table<'txn, u128, PromisedTuple>,
     called: Table<'txn, u128, ()>,
-    spent: Table<'txn, u128, Spent>,
-    paced: Table<'txn, u128, Paced>,
+    spent: Table<'txn, u128, SpentTuple>,
+    paced: Table<'txn, u128, PacedTuple>,
     over: Table<'txn, (u64, u128), ()>,
-    keys: Table<'txn, u32, Key>,
+    keys: Table<'txn, u32, KeyTuple>,
 }
 
-impl<'txn> Tables<'txn> {
-    fn open(write: &'txn WriteTransaction) -> Fallible<Self> {
+impl<'txn> TicketTables<'txn> {
+    fn open(write: &'txn WriteTransaction) -> RedbResult<Self> {
         Ok(Self {
             promised: write.open_table(PROMISED)?,
             called: write.open_table(CALLED)?,
@@ -434,28 +442,28 @@ impl<'txn> Tables<'txn> {
         })
     }
 
-    fn put(&mut self, record: &Record, now: Moment) -> Fallible<()> {
+    fn put(&mut self, record: &TicketRecord, now: Moment) -> RedbResult<()> {
         match *record {
-            Record::Promised { ticket, client } => {
+            TicketRecord::Promised { ticket, client } => {
                 let Ticket { lane, begins, ends, epoch, nonce } = ticket;
                 let row = (u128::from_be_bytes(lane.0), begins.0, ends.0, epoch, client.0);
                 self.promised.insert(nonce.0, row)?;
                 self.remember(record, nonce)?;
             }
-            // Whose ticket is not known has none that could be shown after a restart.
-            Record::Called { nonce } => {
+            // If the ticket is not known, none could be presented after a restart.
+            TicketRecord::Called { nonce } => {
                 if self.promised.get(nonce.0)?.is_some() {
                     self.called.insert(nonce.0, ())?;
                 }
             }
-            Record::Spent { nonce, until } => {
+            TicketRecord::Spent { nonce, until } => {
                 if let Some(lane) = self.forget(nonce)? {
                     self.spent.insert(nonce.0, (lane, until.0))?;
                     self.remember(record, nonce)?;
                 }
             }
-            Record::Forgotten { nonce } => drop(self.forget(nonce)?),
-            Record::Paced { lane, service_us } => {
+            TicketRecord::Forgotten { nonce } => drop(self.forget(nonce)?),
+            TicketRecord::Paced { lane, service_us } => {
                 self.paced.insert(u128::from_be_bytes(lane.0), (service_us, now.0))?;
                 if self.paced.len()? > PACED_MAX {
                     self.drop_old_paces()?;
@@ -465,24 +473,24 @@ impl<'txn> Tables<'txn> {
         Ok(())
     }
 
-    /// Away with the older half: this comes once in a very long time.
-    fn drop_old_paces(&mut self) -> Fallible<()> {
-        let rows: Fallible<Vec<u64>> = self.paced.iter()?.map(|row| Ok(row?.1.value().1)).collect();
+    /// Deletes the older half, which happens very rarely.
+    fn drop_old_paces(&mut self) -> RedbResult<()> {
+        let rows: RedbResult<Vec<u64>> = self.paced.iter()?.map(|row| Ok(row?.1.value().1)).collect();
         let mut stored = rows?;
         stored.sort_unstable();
         let middle = stored.get(stored.len() / 2).copied().unwrap_or(0);
         Ok(self.paced.retain(|_, (_, at)| at > middle)?)
     }
 
-    fn remember(&mut self, record: &Record, nonce: Nonce) -> Fallible<()> {
+    fn remember(&mut self, record: &TicketRecord, nonce: Nonce) -> RedbResult<()> {
         if let Some(over) = record.over_at() {
             self.over.insert((over.0, nonce.0), ())?;
         }
         Ok(())
     }
 
-    /// Takes a promise out. Its lane.
-    fn forget(&mut self, nonce: Nonce) -> Fallible<Option<u128>> {
+    /// Removes a promise. Returns its lane.
+    fn forget(&mut self, nonce: Nonce) -> RedbResult<Option<u128>> {
         let Some(row) = self.promised.remove(nonce.0)?.map(|row| row.value()) else { return Ok(None) };
         self.called.remove(nonce.0)?;
         if let Some(over) = promised_record(nonce.0, row).1.over_at() {
@@ -491,8 +499,8 @@ impl<'txn> Tables<'txn> {
         Ok(Some(row.0))
     }
 
-    /// How many were removed.
-    fn remove_over(&mut self, now: Moment, count_max: usize) -> Fallible<usize> {
+    /// Returns the number of removed records.
+    fn remove_over(&mut self, now: Moment, count_max: usize) -> RedbResult<usize> {
         for removed in 0..count_max {
             let first = self.over.first()?.map(|(key, _)| key.value());
             let Some((over, nonce)) = first.filter(|(over, _)| *over <= now.0) else { return Ok(removed) };
@@ -504,8 +512,8 @@ impl<'txn> Tables<'txn> {
         Ok(count_max)
     }
 
-    /// These keys and no others.
-    fn put_keys(&mut self, rows: &[KeyRow]) -> Fallible<()> {
+    /// Replaces all keys by these.
+    fn put_keys(&mut self, rows: &[KeyRow]) -> RedbResult<()> {
         self.keys.retain(|id, _| rows.iter().any(|row| row.id == id))?;
         for row in rows {
             let (high, low) = row.bytes.split_at(16);

@@ -2,7 +2,8 @@
 //! it writes. Faults that a process cannot make for itself are made around a child: this same program, with one test.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -16,7 +17,8 @@ use super::*;
 const LANE: LaneName = LaneName(*b"lane of the shop");
 
 /// As patient as in service, but for what a test would have to wait for.
-const QUICK: Pace = Pace { retry: Duration::from_millis(5), retry_locked: Duration::from_millis(5), ..PACE };
+const QUICK: StorePacing =
+    StorePacing { retry: Duration::from_millis(5), retry_locked: Duration::from_millis(5), ..PACE };
 
 /// No test takes so long that works at all.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -29,24 +31,26 @@ fn directory(path: &Path) -> OwnedFd {
     File::open(path).unwrap().into()
 }
 
-fn open(path: &Path) -> (Store, oneshot::Receiver<Stored>) {
-    Store::open_at_pace(directory(path), QUICK, Reckoning::of_wall()).unwrap()
+fn open(path: &Path) -> (TicketStore, oneshot::Receiver<StoredTickets>) {
+    TicketStore::open_at_pace(directory(path), QUICK, AnchoredClock::of_wall()).unwrap()
 }
 
-fn promised(nonce: u128) -> Record {
-    let begins = Moment(Reckoning::of_wall().now_us() + 3_600_000_000);
+fn promised(nonce: u128) -> TicketRecord {
+    let begins = Moment(AnchoredClock::of_wall().now_us() + 3_600_000_000);
     let ends = Moment(begins.0 + 60_000_000);
     let ticket = Ticket { lane: LANE, begins, ends, epoch: 0, nonce: Nonce(nonce) };
-    Record::Promised { ticket, client: ClientKey(nonce as u64) }
+    TicketRecord::Promised { ticket, client: ClientKey(nonce as u64) }
 }
 
-fn nonces(stored: Stored) -> BTreeSet<u128> {
+fn nonces(stored: StoredTickets) -> BTreeSet<u128> {
     stored
         .into_iter()
         .map(|(_, record)| match record {
-            Record::Promised { ticket, .. } => ticket.nonce.0,
-            Record::Called { nonce } | Record::Spent { nonce, .. } | Record::Forgotten { nonce } => nonce.0,
-            Record::Paced { lane, .. } => u128::from_be_bytes(lane.0),
+            TicketRecord::Promised { ticket, .. } => ticket.nonce.0,
+            TicketRecord::Called { nonce }
+            | TicketRecord::Spent { nonce, .. }
+            | TicketRecord::Forgotten { nonce } => nonce.0,
+            TicketRecord::Paced { lane, .. } => u128::from_be_bytes(lane.0),
         })
         .collect()
 }
@@ -58,7 +62,7 @@ fn stored(path: &Path) -> BTreeSet<u128> {
 }
 
 /// Tries until it is stored. What it says meanwhile has to be this.
-async fn keep_until_stored(store: &Store, record: Record, meanwhile: &str) {
+async fn keep_until_stored(store: &TicketStore, record: TicketRecord, meanwhile: &str) {
     let began = Instant::now();
     while let Err(error) = store.keep(vec![record]).await {
         assert!(error.to_string().contains(meanwhile), "{error}");
@@ -68,7 +72,7 @@ async fn keep_until_stored(store: &Store, record: Record, meanwhile: &str) {
 }
 
 #[test]
-fn what_threads_store_at_once_is_there_after_a_restart() {
+fn records_from_concurrent_threads_survive_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let (store, mut found) = open(dir.path());
     assert_eq!(found.try_recv(), Ok(Vec::new()));
@@ -93,7 +97,7 @@ fn what_threads_store_at_once_is_there_after_a_restart() {
 #[test]
 fn keys_are_the_same_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();
-    let Record::Promised { ticket, .. } = promised(1) else { unreachable!("it is a promise") };
+    let TicketRecord::Promised { ticket, .. } = promised(1) else { unreachable!("it is a promise") };
     let text = open(dir.path()).0.keys().expect("the file is open").sign(&ticket);
     assert_eq!(open(dir.path()).0.keys().expect("the file is open").verify(&text), Ok(ticket));
 }
@@ -118,7 +122,7 @@ fn a_closed_store_stores_what_waits_and_then_nothing_more() {
     let after = store.keep(vec![promised(2)]);
     runtime().block_on(async {
         assert_eq!(before.await, Ok(()));
-        assert_eq!(after.await, Err(StoreError::Closed));
+        assert_eq!(after.await, Err(TicketStoreError::Closed));
     });
     drop(store);
     assert_eq!(stored(dir.path()), [1].into());
@@ -129,13 +133,13 @@ fn the_queue_to_the_disk_is_bounded() {
     // Nobody takes from it: a disk that hangs.
     let (sender, receiver) = sync_channel(QUEUE_MAX);
     let (keys, has_lost) = (Arc::default(), Arc::default());
-    let store = Store { sender: RwLock::new(Some(sender)), keys, has_lost, thread: None };
+    let store = TicketStore { sender: RwLock::new(Some(sender)), keys, has_lost, thread: None };
     let waiting: Vec<_> = (0..QUEUE_MAX).map(|_| store.keep(Vec::new())).collect();
     runtime().block_on(async {
-        assert_eq!(store.keep(Vec::new()).await, Err(StoreError::Full));
+        assert_eq!(store.keep(Vec::new()).await, Err(TicketStoreError::Full));
         drop(receiver);
         for kept in waiting {
-            assert_eq!(kept.await, Err(StoreError::Closed), "nobody waits for ever");
+            assert_eq!(kept.await, Err(TicketStoreError::Closed), "nobody waits for ever");
         }
     });
 }
@@ -148,7 +152,10 @@ fn the_file_of_an_edge_that_drains_is_waited_for() {
     runtime().block_on(async {
         assert_eq!(old.keep(vec![promised(1)]).await, Ok(()));
         let error = new.keep(vec![promised(2)]).await.expect_err("the old one has the file");
-        assert_eq!(error, StoreError::Unavailable("another process has file 'tickets.redb' open".into()));
+        assert_eq!(
+            error,
+            TicketStoreError::Unavailable("another process has file 'tickets.redb' open".into())
+        );
         assert!(found.try_recv().is_err() && new.keys().is_none());
         old.close();
         keep_until_stored(&new, promised(3), "another process").await;
@@ -176,17 +183,18 @@ fn a_damaged_file_is_set_aside_and_a_new_one_begun() {
 }
 
 #[test]
-fn what_a_file_lost_that_was_open_is_asked_for_once_and_at_the_start_never() {
+fn loss_of_an_open_file_is_reported_once_and_never_at_start() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("tickets.redb");
     fs::write(&file, "not a database").unwrap();
     let (opened, mut found) = oneshot::channel();
-    let mut keeper = Keeper::new(directory(dir.path()), QUICK, Arc::default(), opened, Reckoning::of_wall());
+    let mut keeper =
+        StoreThread::new(directory(dir.path()), QUICK, Arc::default(), opened, AnchoredClock::of_wall());
     keeper.open();
     assert_eq!(found.try_recv(), Ok(Vec::new()));
-    let has_lost = |keeper: &Keeper| keeper.has_lost.swap(false, Ordering::AcqRel);
+    let has_lost = |keeper: &StoreThread| keeper.has_lost.swap(false, Ordering::AcqRel);
     assert!(!has_lost(&keeper), "nobody knows what was in it");
-    keeper.fail(&FileError::Io(io::Error::other("the disk is gone for a moment")));
+    keeper.fail(&TicketFileError::Io(io::Error::other("the disk is gone for a moment")));
     keeper.open();
     assert!(!has_lost(&keeper), "it is as it was");
     keeper.close_file();
@@ -231,21 +239,22 @@ fn a_file_that_cannot_be_opened_is_spoken_of_once_each_time() {
     let listener = Listener::default();
     let codes = Arc::clone(&listener.codes);
     let _guard = tracing::subscriber::set_default(listener);
-    let pace = Pace { retry: Duration::ZERO, ..PACE };
+    let pace = StorePacing { retry: Duration::ZERO, ..PACE };
     let (opened, mut found) = oneshot::channel();
-    let mut keeper = Keeper::new(directory(dir.path()), pace, Arc::default(), opened, Reckoning::of_wall());
+    let mut keeper =
+        StoreThread::new(directory(dir.path()), pace, Arc::default(), opened, AnchoredClock::of_wall());
     for round in 1..=3 {
         fs::create_dir(&in_the_way).unwrap();
         for _ in 0..20 {
             let (done, mut kept) = oneshot::channel();
-            keeper.take(vec![Keep { records: vec![promised(1)], done }]);
+            keeper.take(vec![PendingWrite { records: vec![promised(1)], done }]);
             let answer = kept.try_recv().expect("it is told at once");
-            assert!(matches!(answer, Err(StoreError::Unavailable(why)) if why.contains("directory")));
+            assert!(matches!(answer, Err(TicketStoreError::Unavailable(why)) if why.contains("directory")));
         }
         assert_eq!(codes.load(Ordering::Relaxed), round);
         fs::remove_dir(&in_the_way).unwrap();
         let (done, mut kept) = oneshot::channel();
-        keeper.take(vec![Keep { records: vec![promised(1)], done }]);
+        keeper.take(vec![PendingWrite { records: vec![promised(1)], done }]);
         assert_eq!(kept.try_recv(), Ok(Ok(())));
         assert!(keeper.trouble.is_none());
         keeper.close_file();
@@ -374,7 +383,7 @@ fn fill(path: &Path, expected: &str, make_room: impl FnOnce()) {
         // One alone may find room in what was given up with the others.
         let again = store.keep((next..next + 500).map(promised).collect()).await;
         let again = again.expect_err("there is no more room than before");
-        assert!(matches!(again, StoreError::Unavailable(_)), "{again}");
+        assert!(matches!(again, TicketStoreError::Unavailable(_)), "{again}");
         make_room();
         keep_until_stored(&store, promised(2_000_000), "tickets cannot be stored").await;
         acknowledged.insert(2_000_000);
@@ -429,7 +438,7 @@ fn a_disk_that_cannot_be_written_stops_promises_until_it_can() {
 }
 
 #[test]
-fn what_was_said_to_be_stored_is_there_after_a_kill() {
+fn acknowledged_records_survive_a_kill() {
     let dir = tempfile::tempdir().unwrap();
     let mut said = BTreeSet::new();
     // A seed and a linear congruence (Knuth, MMIX). When within a commit the kill comes is up to the machine.

@@ -2,13 +2,13 @@
 //!
 //! Not here: whether the kernel takes them (`tests/kernel`).
 
-use nagaya_cmdb::cell::CpuQuota;
+use nagaya_records::cell::CpuQuota;
 
 use super::*;
 
-fn limits() -> Limits {
+fn limits() -> LimitSet {
     let disk = Device::Number { major: 8, minor: 16 };
-    Limits {
+    LimitSet {
         cpu: Some(CpuQuota { quota_us: 5_000, period_us: 10_000 }),
         cpu_shares: Some(25),
         io: vec![IoLimit { read_bps: Some(30_000_000), write_iops: Some(u64::MAX), ..IoLimit::of(disk) }],
@@ -20,18 +20,18 @@ fn limits() -> Limits {
 }
 
 /// Of a directory that is not idle.
-fn plain(version: Version, controllers: Controllers, limits: &Limits) -> Vec<Line> {
-    lines(version, controllers, limits, Weight::OfLimits)
+fn plain(version: CgroupVersion, controllers: ControllerSet, limits: &LimitSet) -> Vec<CgroupWrite> {
+    lines(version, controllers, limits, CpuWeight::OfLimits)
 }
 
-fn told(lines: &[Line]) -> Vec<String> {
+fn told(lines: &[CgroupWrite]) -> Vec<String> {
     lines.iter().map(|line| format!("{} {}", line.file, line.text())).collect()
 }
 
 #[test]
 fn limits_become_these_lines() {
     assert_eq!(
-        told(&plain(Version::V1, Controllers::ALL, &limits())),
+        told(&plain(CgroupVersion::V1, ControllerSet::ALL, &limits())),
         [
             "cpu.shares 25",
             "cpu.cfs_period_us 10000",
@@ -44,7 +44,7 @@ fn limits_become_these_lines() {
         ]
     );
     assert_eq!(
-        told(&plain(Version::V2, Controllers::ALL, &limits())),
+        told(&plain(CgroupVersion::V2, ControllerSet::ALL, &limits())),
         [
             "cpu.weight 25",
             "cpu.max 5000 10000",
@@ -58,28 +58,28 @@ fn limits_become_these_lines() {
 
 #[test]
 fn a_directory_holds_only_what_its_controllers_keep() {
-    let pids = Controllers::only(Controller::Pids);
-    assert_eq!(told(&plain(Version::V1, pids, &limits())), ["pids.max 64"]);
-    assert_eq!(plain(Version::V1, Controllers::only(Controller::Cpuacct), &limits()), []);
+    let pids = ControllerSet::only(CgroupController::Pids);
+    assert_eq!(told(&plain(CgroupVersion::V1, pids, &limits())), ["pids.max 64"]);
+    assert_eq!(plain(CgroupVersion::V1, ControllerSet::only(CgroupController::Cpuacct), &limits()), []);
 }
 
 #[test]
 fn siblings_without_shares_weigh_the_same_on_both_versions() {
-    let none = Limits::default();
-    assert_eq!(told(&plain(Version::V1, Controllers::ALL, &none)), ["cpu.shares 1024"]);
-    assert_eq!(told(&plain(Version::V2, Controllers::ALL, &none)), ["cpu.weight 1024"]);
+    let none = LimitSet::default();
+    assert_eq!(told(&plain(CgroupVersion::V1, ControllerSet::ALL, &none)), ["cpu.shares 1024"]);
+    assert_eq!(told(&plain(CgroupVersion::V2, ControllerSet::ALL, &none)), ["cpu.weight 1024"]);
     // A fresh directory of v1 has them already, one of v2 has 100.
-    for (version, count) in [(Version::V1, 0), (Version::V2, 1)] {
-        let wanted = plain(version, Controllers::ALL, &none);
-        assert_eq!(writes(&fresh(version, Controllers::ALL), &wanted).len(), count, "{version:?}");
+    for (version, count) in [(CgroupVersion::V1, 0), (CgroupVersion::V2, 1)] {
+        let wanted = plain(version, ControllerSet::ALL, &none);
+        assert_eq!(writes(&fresh(version, ControllerSet::ALL), &wanted).len(), count, "{version:?}");
     }
 }
 
 #[test]
 fn nothing_is_written_twice() {
-    for version in [Version::V1, Version::V2] {
-        let wanted = plain(version, Controllers::ALL, &limits());
-        let mut written = fresh(version, Controllers::ALL);
+    for version in [CgroupVersion::V1, CgroupVersion::V2] {
+        let wanted = plain(version, ControllerSet::ALL, &limits());
+        let mut written = fresh(version, ControllerSet::ALL);
         for line in writes(&written.clone(), &wanted) {
             remember(&mut written, line);
         }
@@ -88,10 +88,10 @@ fn nothing_is_written_twice() {
 }
 
 #[test]
-fn what_is_no_longer_wanted_is_lifted() {
+fn limit_no_longer_wanted_is_lifted_once() {
     let cases = [
         (
-            Version::V1,
+            CgroupVersion::V1,
             vec![
                 "cpu.cfs_quota_us -1",
                 "cpuset.cpus ",
@@ -103,7 +103,7 @@ fn what_is_no_longer_wanted_is_lifted() {
             ],
         ),
         (
-            Version::V2,
+            CgroupVersion::V2,
             vec![
                 "cpu.max max",
                 "cpuset.cpus ",
@@ -115,8 +115,8 @@ fn what_is_no_longer_wanted_is_lifted() {
         ),
     ];
     for (version, expected) in cases {
-        let written = plain(version, Controllers::ALL, &limits());
-        let wanted = plain(version, Controllers::ALL, &Limits::default());
+        let written = plain(version, ControllerSet::ALL, &limits());
+        let wanted = plain(version, ControllerSet::ALL, &LimitSet::default());
         assert_eq!(told(&writes(&written, &wanted)), expected);
         // Once lifted, it is not lifted again.
         let mut after = written.clone();
@@ -129,10 +129,14 @@ fn what_is_no_longer_wanted_is_lifted() {
 fn a_period_changes_only_without_a_quota() {
     let quota = |quota_us, period_us| {
         let cpu = Some(CpuQuota { quota_us, period_us });
-        plain(Version::V1, Controllers::only(Controller::Cpu), &Limits { cpu, ..Limits::default() })
+        plain(
+            CgroupVersion::V1,
+            ControllerSet::only(CgroupController::Cpu),
+            &LimitSet { cpu, ..LimitSet::default() },
+        )
     };
-    let none = plain(Version::V1, Controllers::only(Controller::Cpu), &Limits::default());
-    let cases: [(Vec<Line>, Vec<Line>, &[&str]); 4] = [
+    let none = plain(CgroupVersion::V1, ControllerSet::only(CgroupController::Cpu), &LimitSet::default());
+    let cases: [(Vec<CgroupWrite>, Vec<CgroupWrite>, &[&str]); 4] = [
         (none.clone(), quota(5_000, 10_000), &["cpu.cfs_period_us 10000", "cpu.cfs_quota_us 5000"]),
         (quota(5_000, 10_000), quota(2_000, 10_000), &["cpu.cfs_quota_us 2000"]),
         (
@@ -153,8 +157,8 @@ fn a_period_changes_only_without_a_quota() {
 
 #[test]
 fn a_directory_found_full_is_emptied() {
-    let wanted = plain(Version::V1, Controllers::ALL, &Limits::default());
-    let writes = writes(&unknown(Version::V1, Controllers::ALL), &wanted);
+    let wanted = plain(CgroupVersion::V1, ControllerSet::ALL, &LimitSet::default());
+    let writes = writes(&unknown(CgroupVersion::V1, ControllerSet::ALL), &wanted);
     assert_eq!(
         told(&writes),
         ["cpu.cfs_quota_us -1", "pids.max max", "memory.limit_in_bytes -1", "cpu.shares 1024"]
@@ -162,23 +166,23 @@ fn a_directory_found_full_is_emptied() {
 }
 
 #[test]
-fn what_is_idle_no_more_weighs_what_it_did() {
-    let cpu = Controllers::only(Controller::Cpu);
-    let limits = Limits { cpu: None, ..limits() };
-    let cases: [(Version, &[&str], &[&str]); 2] = [
-        (Version::V1, &["cpu.idle 1"], &["cpu.idle 0", "cpu.shares 25"]),
-        (Version::V2, &["cpu.idle 1"], &["cpu.idle 0", "cpu.weight 25"]),
+fn cell_that_stops_being_idle_gets_its_weight_back() {
+    let cpu = ControllerSet::only(CgroupController::Cpu);
+    let limits = LimitSet { cpu: None, ..limits() };
+    let cases: [(CgroupVersion, &[&str], &[&str]); 2] = [
+        (CgroupVersion::V1, &["cpu.idle 1"], &["cpu.idle 0", "cpu.shares 25"]),
+        (CgroupVersion::V2, &["cpu.idle 1"], &["cpu.idle 0", "cpu.weight 25"]),
     ];
-    let weight = Weight::Idle;
+    let weight = CpuWeight::Idle;
     for (version, to, back) in cases {
         let mut written = plain(version, cpu, &limits);
         // Other shares meanwhile are no other writes: an idle directory takes none.
-        let more = Limits { cpu_shares: Some(200), ..limits.clone() };
+        let more = LimitSet { cpu_shares: Some(200), ..limits.clone() };
         for (limits, weight, expected) in [
             (&limits, weight, to),
             (&more, weight, &[]),
-            (&limits, Weight::OfLimits, back),
-            (&limits, Weight::OfLimits, &[]),
+            (&limits, CpuWeight::OfLimits, back),
+            (&limits, CpuWeight::OfLimits, &[]),
         ] {
             let writes = writes(&written, &lines(version, cpu, limits, weight));
             assert_eq!(told(&writes), expected, "{version:?} {weight:?}");

@@ -1,72 +1,73 @@
-//! Which cells are shown, in which order, and how each looks in its row.
+//! Chooses and orders the shown cells, and formats each row.
 //!
-//! Not here: where they come from and how often (`cells`).
+//! Not here: their source and interval (`cells`).
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
-use nagaya_cmdb::cell::{IoLimit, Limits};
+use nagaya_records::cell::{IoLimit, LimitSet};
 
-use super::{Cell, Pressure, Rates, Tree};
-use crate::cli::output::{Columns, printable};
+use super::{CellRates, CellTree, CellView, PressureView};
+use crate::cli::output::{TableColumns, printable};
 
 /// One cell to be shown.
 #[derive(Debug)]
-pub struct Row<'a> {
-    cell: &'a Cell,
-    /// How many of the cells above it are shown too.
+pub struct CellRow<'a> {
+    cell: &'a CellView,
+    /// Number of shown cells above it.
     depth: usize,
-    /// The part of its path that they do not say.
+    /// The part of its path that they do not include.
     name: &'a str,
-    rates: Option<Rates>,
+    rates: Option<CellRates>,
 }
 
-/// The cells that use most, as a tree with the busiest first on each level, and how many more there are.
+/// Returns the cells with the highest use, and how many more there are. They form a tree with the
+/// busiest first on each level.
 pub fn of<'a>(
-    tree: &'a Tree,
+    tree: &'a CellTree,
     tenant: Option<&str>,
     limit: usize,
-    rates: Option<&HashMap<String, Rates>>,
-) -> (Vec<Row<'a>>, usize) {
-    let mut cells: Vec<&Cell> = tree
+    rates: Option<&HashMap<String, CellRates>>,
+) -> (Vec<CellRow<'a>>, usize) {
+    let mut cells: Vec<&CellView> = tree
         .cells
         .iter()
         .filter(|cell| tenant.is_none_or(|tenant| cell.tenant.as_deref() == Some(tenant)))
         .collect();
-    // A cell's use contains that of those beneath it, so that what is kept is a tree.
+    // A cell's use contains that of its children, so the kept cells form a tree.
     cells.sort_by_cached_key(|cell| {
         (Reverse(weight(cell, rates)), cell.path.matches('/').count(), cell.path.clone())
     });
     let hidden = cells.len().saturating_sub(limit);
     cells.truncate(limit);
     let kept: HashSet<&str> = cells.iter().map(|cell| &*cell.path).collect();
-    let mut children: HashMap<Option<&str>, Vec<&Cell>> = HashMap::new();
+    let mut children: HashMap<Option<&str>, Vec<&CellView>> = HashMap::new();
     for cell in cells {
         children.entry(parent(&cell.path, &kept)).or_default().push(cell);
     }
     let mut rows = Vec::new();
-    let mut open: Vec<(usize, &Cell)> = beneath(&mut children, None, 0);
+    let mut open: Vec<(usize, &CellView)> = beneath(&mut children, None, 0);
     while let Some((depth, cell)) = open.pop() {
         let above = parent(&cell.path, &kept).filter(|above| !above.is_empty());
         let name = above.and_then(|above| cell.path.strip_prefix(above)).unwrap_or(&cell.path);
         let name = if cell.path.is_empty() { "node" } else { name.trim_start_matches('/') };
         let rates = rates.and_then(|rates| rates.get(&cell.path)).copied();
-        rows.push(Row { cell, depth, name, rates });
+        rows.push(CellRow { cell, depth, name, rates });
         open.extend(beneath(&mut children, Some(&cell.path), depth + 1));
     }
     (rows, hidden)
 }
 
-/// Last is next: the caller takes from the end.
+/// Adds the cells below. The last is next: the caller takes from the end.
 fn beneath<'a>(
-    children: &mut HashMap<Option<&'a str>, Vec<&'a Cell>>,
+    children: &mut HashMap<Option<&'a str>, Vec<&'a CellView>>,
     above: Option<&'a str>,
     depth: usize,
-) -> Vec<(usize, &'a Cell)> {
+) -> Vec<(usize, &'a CellView)> {
     children.remove(&above).unwrap_or_default().into_iter().rev().map(|cell| (depth, cell)).collect()
 }
 
-/// The nearest cell above that is shown. The node's own path is empty.
+/// Returns the nearest shown cell above. The node's own path is empty.
 fn parent<'a>(path: &'a str, kept: &HashSet<&str>) -> Option<&'a str> {
     let mut above = path;
     while !above.is_empty() {
@@ -78,9 +79,10 @@ fn parent<'a>(path: &'a str, kept: &HashSet<&str>) -> Option<&'a str> {
     None
 }
 
-/// What comes first: CPU time, then bytes, then memory; now where it is known, else since the cell was made.
+/// Returns the sort key: CPU time, then bytes, then memory. It uses present rates if known,
+/// otherwise totals since the cell was made.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "only the order matters")]
-fn weight(cell: &Cell, rates: Option<&HashMap<String, Rates>>) -> (u64, u64, u64) {
+fn weight(cell: &CellView, rates: Option<&HashMap<String, CellRates>>) -> (u64, u64, u64) {
     let usage = &cell.usage;
     let memory = usage.memory_bytes.unwrap_or(0);
     match rates {
@@ -95,16 +97,18 @@ fn weight(cell: &Cell, rates: Option<&HashMap<String, Rates>>) -> (u64, u64, u64
     }
 }
 
-/// With rates the columns say so much per second, else so much since the cell was made.
-pub fn table(rows: &[Row<'_>], rates: bool) -> Columns {
-    let head = match rates {
-        true => ["CELL", "CPU", "THROTTLED", "READ/s", "WRITE/s"],
-        false => ["CELL", "CPU TIME", "THROTTLED", "READ", "WRITTEN"],
+/// Returns the table. With rates the columns are per second, otherwise totals since the cell was
+/// made.
+pub fn table(rows: &[CellRow<'_>], rates: bool) -> TableColumns {
+    let head = if rates {
+        ["CELL", "CPU", "THROTTLED", "READ/s", "WRITE/s"]
+    } else {
+        ["CELL", "CPU TIME", "THROTTLED", "READ", "WRITTEN"]
     };
     let rest = ["REQUESTS", "PROCESSES", "MEMORY", "PRESSURE", "LIMITS"];
-    let mut columns = Columns::new(&[&head[..], &rest[..]].concat());
+    let mut columns = TableColumns::new(&[&head[..], &rest[..]].concat());
     for row in rows {
-        let Row { cell, depth, name, .. } = row;
+        let CellRow { cell, depth, name, .. } = row;
         let usage = &cell.usage;
         let mut line = vec![format!("{:1$}{2}", "", depth * 2, printable(name))];
         match (rates, &row.rates) {
@@ -151,7 +155,7 @@ fn whole_bytes(count: u64) -> String {
     bytes(count as f64)
 }
 
-/// Three digits or so, in units of 1024, as limits are written.
+/// Returns about three digits, in units of 1024, as limits are written.
 fn bytes(count: f64) -> String {
     let units = ["B", "K", "M", "G", "T"];
     let mut count = count;
@@ -164,9 +168,9 @@ fn bytes(count: f64) -> String {
     format!("{count:.digits$}{}", units[unit])
 }
 
-/// The largest of the three, and of what.
-fn pressure(pressure: Option<Pressure>) -> String {
-    let Some(Pressure { cpu, io, memory }) = pressure else { return none() };
+/// Returns the largest of the three, and its resource.
+fn pressure(pressure: Option<PressureView>) -> String {
+    let Some(PressureView { cpu, io, memory }) = pressure else { return none() };
     let all = [("cpu", cpu), ("io", io), ("memory", memory)];
     let known = all.into_iter().filter_map(|(name, share)| Some((name, share?)));
     match known.max_by(|a, b| a.1.total_cmp(&b.1)) {
@@ -176,9 +180,9 @@ fn pressure(pressure: Option<Pressure>) -> String {
     }
 }
 
-/// As they are written in records.
-fn limits(limits: &Limits) -> String {
-    let Limits { cpu, cpu_shares, io, processes, memory, cpus, mems } = limits;
+/// Returns the limits as in records.
+fn limits(limits: &LimitSet) -> String {
+    let LimitSet { cpu, cpu_shares, io, processes, memory, cpus, mems } = limits;
     let mut words = Vec::new();
     if let Some(cpu) = cpu {
         // Thousandths of a core, as far as they can be written.
@@ -207,7 +211,7 @@ fn device(limit: &IoLimit) -> String {
     words.extend(counts.into_iter().filter_map(|(name, rate)| Some(format!("{} {name}s/s", (*rate)?))));
     let words = words.join(", ");
     match device {
-        nagaya_cmdb::cell::Device::Root => words,
+        nagaya_records::cell::Device::Root => words,
         other => format!("{words} ({other})"),
     }
 }

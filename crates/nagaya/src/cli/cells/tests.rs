@@ -9,7 +9,7 @@ use super::*;
 fn cell(path: &str, cpu_us: u64, more: Value) -> Value {
     let tenant = path.split('/').next().filter(|name| !name.is_empty());
     let mut cell = json!({
-        "path": path, "kind": "site", "tenant": tenant, "site": null, "limits": Limits::default(),
+        "path": path, "kind": "site", "tenant": tenant, "site": null, "limits": LimitSet::default(),
         "usage": {"cpu_us": cpu_us, "throttled_us": 0, "read_bytes": 0, "write_bytes": 0, "processes": 1,
                   "memory_bytes": null},
         "pressure": null, "requests": 0,
@@ -46,8 +46,8 @@ fn answer() -> Value {
     })
 }
 
-fn command(tenant: Option<&str>, limit: usize) -> Cells {
-    Cells { watch: false, tenant: tenant.map(Into::into), limit, format: Format { json: false } }
+fn command(tenant: Option<&str>, limit: usize) -> CellsCommand {
+    CellsCommand { watch: false, tenant: tenant.map(Into::into), limit, format: OutputFormat { json: false } }
 }
 
 fn names(screen: &str) -> Vec<&str> {
@@ -61,7 +61,7 @@ fn names(screen: &str) -> Vec<&str> {
 
 #[test]
 fn the_busiest_stand_first_on_each_level() {
-    let text = screen(&command(None, 30), &read(answer()).unwrap(), None);
+    let text = screen(&command(None, 30), &parse_cells(answer()).unwrap(), None);
     let order: Vec<&str> =
         text.lines().skip(1).take(7).map(|line| line.split_whitespace().next().unwrap()).collect();
     assert_eq!(order, ["node", "busy", "demo", "front", "wiki", "r1", "quiet"], "{text}");
@@ -80,8 +80,8 @@ fn the_busiest_stand_first_on_each_level() {
 }
 
 #[test]
-fn what_does_not_fit_is_counted_and_one_tenant_stands_alone() {
-    let tree = read(answer()).unwrap();
+fn hidden_cells_are_counted_and_one_tenant_shows_alone() {
+    let tree = parse_cells(answer()).unwrap();
     let text = screen(&command(None, 3), &tree, None);
     assert_eq!(names(&text).len(), 3, "{text}");
     assert!(text.contains("\n4 cells that use less are not shown"), "{text}");
@@ -97,7 +97,7 @@ fn what_does_not_fit_is_counted_and_one_tenant_stands_alone() {
 
 #[test]
 fn rates_are_what_was_used_between_two_looks() {
-    let first = read(answer()).unwrap();
+    let first = parse_cells(answer()).unwrap();
     let mut second = answer();
     second["cells"][0]["usage"] =
         json!({"cpu_us": 300_000, "throttled_us": 1_000_000, "read_bytes": 2_097_152, "write_bytes": 512});
@@ -105,12 +105,12 @@ fn rates_are_what_was_used_between_two_looks() {
     second["cells"][1]["usage"]["cpu_us"] = json!(5);
     let new = cell("new", 77, json!({}));
     second["cells"].as_array_mut().unwrap().push(new);
-    let tree = read(second.clone()).unwrap();
+    let tree = parse_cells(second.clone()).unwrap();
     let rates = rates(&tree, &usages(&first), Duration::from_secs(2));
     let quiet =
-        Rates { cpu_percent: 15.0, throttled_percent: 50.0, read_bytes: 1_048_576.0, write_bytes: 256.0 };
+        CellRates { cpu_percent: 15.0, throttled_percent: 50.0, read_bytes: 1_048_576.0, write_bytes: 256.0 };
     assert_eq!(rates["quiet"], quiet);
-    assert_eq!(rates["demo/wiki/r1"], Rates::default());
+    assert_eq!(rates["demo/wiki/r1"], CellRates::default());
     assert_eq!(rates.get("new"), None);
     let text = screen(&command(None, 30), &tree, Some(&rates));
     let line = text.lines().nth(1).unwrap();

@@ -1,6 +1,7 @@
-//! `nagaya site add|set`: how a site lets its visitors in when more come than can run.
+//! `nagaya site add|set`: how a site admits visitors when more come than can run.
 //!
-//! Not here: what the fields mean (`cmdb::record::admission`), lanes as they are now (`cli::lanes`).
+//! Not here: the meaning of the fields (`records::record::admission`), the present lanes
+//! (`cli::lanes`).
 
 use serde_json::{Map, Value, json};
 
@@ -10,39 +11,44 @@ use crate::cli::output::CliError;
 /// The record's field.
 const ADMISSION: &str = "admission";
 
-/// Options that `--unset` takes, and their fields.
-const FIELDS: [(&str, &str); 7] = [
+/// Options of `--unset`, and their fields.
+const FIELDS: [(&str, &str); 8] = [
     ("auto", "auto"),
     ("wait-seconds", "wait_seconds"),
     ("waiting", "waiting"),
     ("tickets", "tickets"),
     ("slot-seconds", "slot_seconds"),
+    ("visit-seconds", "visit_seconds"),
     ("weight", "weight"),
     ("waiting-page", "page"),
 ];
 
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "When more come than may run")]
+#[command(next_help_heading = "Admission (more requests than may run)")]
 pub struct AdmissionFields {
-    /// Find by measuring how many run at once, up to --max-concurrent
+    /// Measure how many requests should run at once, up to --max-concurrent
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub auto: Option<bool>,
-    /// Longest predicted wait in line, in seconds
+    /// Longest predicted wait with which a request may queue, in seconds
     #[arg(long, value_name = "N")]
     pub wait_seconds: Option<u32>,
-    /// Most requests in line
+    /// Most requests in the queue
     #[arg(long, value_name = "N")]
     pub waiting: Option<u32>,
-    /// Give tickets when the line is full
+    /// Give tickets when the queue is full
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub tickets: Option<bool>,
     /// Length of a ticket's slot, in seconds
     #[arg(long, value_name = "N")]
     pub slot_seconds: Option<u32>,
-    /// Share against its tenant's other sites, 1 to 10000; 100 if not given
+    /// Time that a client who waited and was let in goes before newcomers, in seconds; 0 for never;
+    /// default 600
+    #[arg(long, value_name = "N")]
+    pub visit_seconds: Option<u32>,
+    /// Weight against other sites of the tenant, 1 to 10000; default 100
     #[arg(long, value_name = "N")]
     pub weight: Option<u32>,
-    /// HTML file with a waiting page of its own; docs/admission.md has its placeholders
+    /// HTML file with the site's own waiting page; docs/admission.md lists its placeholders
     #[arg(long, value_name = "FILE")]
     pub waiting_page: Option<std::path::PathBuf>,
 }
@@ -59,6 +65,7 @@ impl AdmissionFields {
         put(&mut own, "waiting", self.waiting);
         put(&mut own, "tickets", self.tickets);
         put(&mut own, "slot_seconds", self.slot_seconds);
+        put(&mut own, "visit_seconds", self.visit_seconds);
         put(&mut own, "weight", self.weight);
         put(&mut own, "page", page);
         if !own.is_empty() {
@@ -68,7 +75,7 @@ impl AdmissionFields {
     }
 }
 
-/// Takes one of these out of the record; false if the option is none of them.
+/// Removes one of these from the record; false if the option is none of them.
 pub fn unset(option: &str, record: &mut Map<String, Value>) -> Result<bool, CliError> {
     let Some((_, field)) = FIELDS.iter().find(|(known, _)| *known == option) else { return Ok(false) };
     let own = record.get_mut(ADMISSION).and_then(Value::as_object_mut);

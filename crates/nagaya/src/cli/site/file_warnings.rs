@@ -1,8 +1,9 @@
-//! A look at the files of a site that was just added: which of them look like programs and would be sent as text, and which
-//! were written for Apache and are not read here.
+//! Checks the files of a site that was just added. It finds files that look like programs and would
+//! be sent as text. It also finds files for Apache that are not read here.
 //!
-//! Only names and modes are looked at, no link is followed, and the look is bounded. A root that is not there, or that this user
-//! may not read, is no error: the site may come before its files. Not here: what is really served (the edge's `files`).
+//! It reads only names and modes, follows no link, and is bounded. A root that does not exist, or
+//! that this user may not read, is no error. The site may come before its files. Not here: which
+//! files are really served (the edge's `files`).
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -12,29 +13,29 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, openat, statat};
 use serde_json::Value;
 
-/// Entries looked at, and directories below each other.
+/// Entries checked, and deepest level of directories.
 const ENTRIES_MAX: usize = 20_000;
 const DEPTH_MAX: usize = 16;
 
 /// Files named in one warning.
 const NAMED_MAX: usize = 5;
 
-/// Endings of what other servers run, or include.
+/// File name endings that other servers run, or include.
 const ENDINGS: &[&str] = &[
     "php", "php3", "php4", "php5", "php7", "php8", "phtml", "pht", "phar", "inc", "cgi", "fcgi", "pl", "py",
     "rb", "lua", "sh", "jsp", "asp", "aspx",
 ];
 
-/// Those that a site which runs PHP never sends.
+/// Endings that a site which runs PHP never sends.
 const PHP_ENDINGS: &[&str] = &["php", "php3", "php4", "php5", "php7", "php8", "phtml", "pht", "phar", "inc"];
 
 /// Endings that mark a copy, which begins with the program's own name.
 const COPIES: &[&str] = &["bak", "old", "orig", "save", "swp", "dist", "tmp", "txt", "disabled", "1", "2"];
 
-/// Warnings about the files of a site with this record, whose tenant has this home.
+/// Returns warnings about the files of a site with this record, whose tenant has this home.
 pub fn warn_of_files(site: &Value, home: Option<&str>) -> Vec<String> {
-    let Some(look) = Look::of(site, home) else { return Vec::new() };
-    let mut found = Found::default();
+    let Some(look) = ScanProgress::of(site, home) else { return Vec::new() };
+    let mut found = RootScan::default();
     if let Ok(root) = open_directory(CWD, look.root.as_os_str().as_bytes()) {
         look.walk(&root, "", 0, &mut found);
     }
@@ -42,28 +43,28 @@ pub fn warn_of_files(site: &Value, home: Option<&str>) -> Vec<String> {
     let mut warnings = Vec::new();
     if let Some(names) = found.programs.list() {
         warnings.push(format!(
-            "{names} beneath {root} look like programs and are sent as text to whoever asks: name their ending (--extension), keep them from being sent (--deny), or move them out of the document root"
+            "{names} below {root} look like programs and are sent as text to every client: name their ending (--extension), keep them from being sent (--deny), or move them out of the document root"
         ));
     }
     if let Some(names) = found.kept.list() {
         warnings.push(format!(
-            "{names} beneath {root} look like programs, and are neither run nor sent: to have them run, name their ending (--extension)"
+            "{names} below {root} look like programs, and are neither run nor sent: to have them run, name their ending (--extension)"
         ));
     }
     if let Some(names) = found.apache.list() {
         warnings.push(format!(
-            "{names} beneath {root} are not read: what they deny, rewrite or protect is not denied, rewritten or protected \
-             here. Say it by --deny, --front-controller and --error-document, or by a rule"
+            "{names} below {root} are not read, so they deny, rewrite or protect nothing here. Use --deny, \
+             --front-controller and --error-document, or a rule"
         ));
     }
     if !warnings.is_empty() && found.entries >= ENTRIES_MAX {
-        warnings.push(format!("only the first {ENTRIES_MAX} entries beneath {root} were looked at"));
+        warnings.push(format!("only the first {ENTRIES_MAX} entries below {root} were checked"));
     }
     warnings
 }
 
-/// What is looked for, and where.
-struct Look {
+/// Search criteria, and the directory.
+struct ScanProgress {
     root: PathBuf,
     /// Endings of the site's own programs, with their dot, in lower case.
     own: Vec<String>,
@@ -73,21 +74,21 @@ struct Look {
 }
 
 #[derive(Default)]
-struct Found {
+struct RootScan {
     entries: usize,
-    programs: Names,
+    programs: NameMatcher,
     /// Neither run nor sent.
-    kept: Names,
-    apache: Names,
+    kept: NameMatcher,
+    apache: NameMatcher,
 }
 
 #[derive(Default)]
-struct Names {
+struct NameMatcher {
     count: usize,
     first: Vec<String>,
 }
 
-impl Names {
+impl NameMatcher {
     fn add(&mut self, path: &str) {
         self.count += 1;
         if self.first.len() < NAMED_MAX {
@@ -105,8 +106,8 @@ impl Names {
     }
 }
 
-impl Look {
-    /// `None` for a site without files.
+impl ScanProgress {
+    /// Makes a check. `None` for a site without files.
     fn of(site: &Value, home: Option<&str>) -> Option<Self> {
         let backend = &site["backend"];
         let kind = backend["kind"].as_str()?;
@@ -130,7 +131,7 @@ impl Look {
         Some(Self { root, own, front, deny: texts(&files["deny"]), runs_php })
     }
 
-    fn walk(&self, directory: &OwnedFd, path: &str, depth: usize, found: &mut Found) {
+    fn walk(&self, directory: &OwnedFd, path: &str, depth: usize, found: &mut RootScan) {
         let Ok(entries) = Dir::read_from(directory) else { return };
         for entry in entries.flatten() {
             let name = entry.file_name().to_bytes();
@@ -172,7 +173,7 @@ impl Look {
         })
     }
 
-    /// Whether the file looks like a program and is not one of the site's.
+    /// Returns whether the file looks like a program and is not one of the site's.
     fn is_other_program(&self, path: &str, name: &str, mode: u32) -> bool {
         let name = name.to_ascii_lowercase();
         if self.own.iter().any(|ending| name.ends_with(ending.as_str()))
@@ -264,7 +265,7 @@ mod tests {
     fn files_that_would_be_sent_as_text_are_named() {
         let all = warnings(json!({ "kind": "php", "root": "www", "deny": ["/data"] }));
         let [sent, kept, apache] = &all[..] else { panic!("{all:?}") };
-        assert!(sent.starts_with("run beneath"), "{sent}");
+        assert!(sent.starts_with("run below"), "{sent}");
         for name in ["a.phtml", "b.php7", "lib/db.inc"] {
             assert!(kept.contains(name), "{name}: {kept}");
         }

@@ -3,7 +3,7 @@
 //! Not here: the same through a node (`admin::tests`, and the end-to-end tests of the built binary).
 
 use clap::Parser;
-use nagaya_cmdb::{RedbStore, Store};
+use nagaya_store::{RedbStore, Store};
 
 use super::super::setting;
 use super::*;
@@ -13,21 +13,21 @@ use crate::config::settings::SystemIds;
 #[command(no_binary_name = true)]
 enum Line {
     #[command(subcommand)]
-    Site(Command),
+    Site(SiteArgs),
     #[command(subcommand)]
-    Tenant(tenant::Command),
+    Tenant(tenant::TenantArgs),
     #[command(subcommand)]
-    Setting(setting::Command),
+    Setting(setting::SettingArgs),
 }
 
 struct World {
-    place: Place,
+    place: RecordSource,
     _directory: tempfile::TempDir,
 }
 
 fn world() -> World {
     let directory = tempfile::tempdir().unwrap();
-    let place = Place {
+    let place = RecordSource {
         admin_socket: directory.path().join("admin.sock"),
         store: directory.path().join("store.redb"),
         member: directory.path().join("cluster/member.json"),
@@ -38,7 +38,11 @@ fn world() -> World {
 
 impl World {
     fn run(&self, line: &str) -> Result<ExitCode, CliError> {
-        match Line::try_parse_from(line.split_whitespace()).expect(line) {
+        self.run_words(&line.split_whitespace().collect::<Vec<_>>())
+    }
+
+    fn run_words(&self, words: &[&str]) -> Result<ExitCode, CliError> {
+        match Line::try_parse_from(words).expect("a command") {
             Line::Site(command) => run(command, &self.place),
             Line::Tenant(command) => tenant::run(command, &self.place),
             Line::Setting(command) => setting::run(command, &self.place),
@@ -73,10 +77,12 @@ fn options_become_the_record_and_set_changes_only_what_it_names() {
     world.ok("tenant add t --max-concurrent 4");
     world.ok(
         "site add wiki --tenant t --host wiki.test --host *.wiki.test --backend php --root /srv/wiki --index doku.php \
-         --deny /data --deny /conf --env A=b=c --error-document 404=e.html --listing --max-concurrent 9 --path /w",
+         --deny /data --deny /conf --env A=b=c --error-document 404=e.html --listing --max-concurrent 9 --path /w \
+         --stream-seconds 30 --visit-seconds 60",
     );
     let mut expected = json!({
         "name": "wiki", "tenant": "t", "hosts": ["wiki.test", "*.wiki.test"], "path": "/w", "max_concurrent": 9,
+        "stream_seconds": 30, "admission": { "visit_seconds": 60 },
         "backend": {
             "kind": "php", "root": "/srv/wiki", "index": ["doku.php"], "listing": true,
             "error_documents": {"404": "e.html"}, "deny": ["/data", "/conf"], "env": {"A": "b=c"},
@@ -114,7 +120,7 @@ fn a_tenant_gets_the_next_uid_unless_one_is_given() {
 }
 
 #[test]
-fn a_uid_that_was_removed_is_given_to_nobody_here_nor_where_an_export_goes() {
+fn a_removed_uid_is_never_given_again_here_or_after_import() {
     let (world, other) = (world(), world());
     world.ok("tenant add a");
     world.ok("tenant add chosen --uid 7100");
@@ -133,9 +139,9 @@ fn a_uid_that_was_removed_is_given_to_nobody_here_nor_where_an_export_goes() {
 #[test]
 fn ids_of_the_system_are_refused_however_they_come() {
     let world = world();
-    let settings = crate::config::Settings {
+    let settings = crate::config::NodeSettings {
         system_ids: SystemIds { users: vec!["33".into()], groups: vec!["33".into()] },
-        ..crate::config::Settings::default()
+        ..crate::config::NodeSettings::default()
     };
     let told = world.refused("tenant add t --uid 999");
     assert!(told.starts_with("NGY0210: tenant 't': uid: '999' is a user of the system"), "{told}");
@@ -328,7 +334,7 @@ fn settings_are_set_listed_and_deleted() {
 }
 
 #[test]
-fn an_applications_surroundings_and_rest_are_set_and_its_mistakes_told_together() {
+fn an_applications_settings_are_set_and_mistakes_listed() {
     let world = world();
     world.ok("tenant add demo --home /srv/demo");
     world.ok(
@@ -375,14 +381,40 @@ fn an_application_that_speaks_fastcgi_has_files() {
         "files": {"root": "wp/html", "deny": ["/private"], "front_controller": "index.php"},
     });
     assert_eq!(world.site("wp")["backend"], expected);
-    world.ok("site set wp --cache-control max-age=60 --unset deny --unset front-controller");
+    world.ok("site set wp --cache-control max-age=60 --links none --unset deny --unset front-controller");
     let files = &world.site("wp")["backend"]["files"];
-    assert_eq!(*files, json!({"root": "wp/html", "cache_control": "max-age=60"}));
+    assert_eq!(*files, json!({"root": "wp/html", "cache_control": "max-age=60", "links": "none"}));
+    world.ok("site set wp --links own");
+    assert_eq!(world.site("wp")["backend"]["files"].get("links"), None);
     let told = world.refused("site set wp --protocol http --listen port");
     assert!(told.contains("root: 'wp/html' has no effect"), "{told}");
     let told = world.refused("site set wp --listen port");
     assert!(told.contains("listen: 'port' is not possible with protocol = fastcgi"), "{told}");
     world.ok("site set wp --protocol http --unset files");
+}
+
+#[test]
+fn a_question_whose_answer_ends_an_image_belongs_to_a_database() {
+    let world = world();
+    world.ok("tenant add t --home /srv/t");
+    world.ok("site add blog --tenant t --host b.test --backend app --directory blog --command x --database /run/a.sock=/tmp/a.sock");
+    let add = |question: &str| world.run_words(&["site", "set", "blog", "--image-tag", question]);
+    add("mysql /run/a.sock me@blog  SELECT  v FROM s ").unwrap();
+    add("redis /run/b.sock - GET v").unwrap();
+    let expected = json!([
+        {"socket": "/run/a.sock", "inside": "/tmp/a.sock",
+         "tag": {"kind": "mysql", "user": "me", "database": "blog", "ask": "SELECT  v FROM s"}},
+        {"socket": "/run/b.sock", "tag": {"kind": "redis", "ask": "GET v"}},
+    ]);
+    assert_eq!(world.site("blog")["backend"]["databases"], expected);
+    assert!(add("oracle /run/a.sock - SELECT 1").is_err());
+    for short in ["mysql", "mysql /run/a.sock", "mysql /run/a.sock blog"] {
+        assert!(Line::try_parse_from(["site", "set", "blog", "--image-tag", short]).is_err(), "{short}");
+    }
+    world.ok("site set blog --unset image-tag");
+    let expected = json!([{"socket": "/run/a.sock", "inside": "/tmp/a.sock"}, {"socket": "/run/b.sock"}]);
+    assert_eq!(world.site("blog")["backend"]["databases"], expected);
+    assert!(world.run("site set blog --unset image-tag").is_err());
 }
 
 #[test]

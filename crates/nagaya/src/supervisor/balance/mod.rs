@@ -1,13 +1,13 @@
-//! The balance of load on this node: looks every second at what applications use, and carries out what is decided for those that
-//! are short of CPU. More where they are, at once; then a better node of the cluster, at a quiet moment; then one more node, where the
-//! site allows that.
+//! The balance of load on this node. It samples the load of applications every second, and carries
+//! out decisions for those short of CPU. First comes a higher limit in place, at once. Then comes a
+//! better node of the cluster, at a quiet moment. Then comes one more node, if the site allows
+//! that.
 //!
-//! Not here: deciding (`nagaya_placement::balance`), what instances use (`nagaya_keeper`), moving without an error
-//! (`cluster::moves`), sites whose node does not answer (`cluster::placing`).
+//! Not here: deciding (`nagaya_placement::balance`), the use of instances (`nagaya_keeper`), moving
+//! without an error (`cluster::mover`), sites whose node does not answer (`cluster::relocator`).
 
 mod measure;
 mod shared;
-mod told;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,58 +16,60 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_base::Code;
-use nagaya_cmdb::feed::Question;
-use nagaya_cmdb::instance::{Act, Needed, Used};
-use nagaya_cmdb::{Placement, SiteName, Why};
 use nagaya_placement::Moment;
-use nagaya_placement::balance::{self, Step, Terms};
+use nagaya_placement::balance::{self, BalanceConfig, BalanceStep};
+use nagaya_records::feed::FeedQuery;
+use nagaya_records::instance::{DemandReport, InstanceCommand, RunUsage};
+use nagaya_records::{Placement, PlacementReason, SiteName};
 use parking_lot::Mutex;
 use serde_json::Value;
 
-use self::measure::{Bounds, Measured, Meter, quota, thousandths};
-use self::shared::Shared;
-use self::told::{Decision, Seen, SiteLoad, Told};
-use super::child::Role;
-use super::cluster::{Neighbour, Shift, load, now, unix_ms};
-use super::node::Node;
-use crate::config::settings::Balance as Configured;
+use self::measure::{NodeBounds, SiteMeasure, SiteMeter, quota, thousandths};
+use self::shared::SharedUse;
+use super::child::ProcessRole;
+use super::cluster::{MemberLoad, RebalanceStep, load, now, unix_ms};
+use super::node::SupervisedNode;
+use crate::config::settings::BalanceSettings as Configured;
+use crate::supervisor::balance::history::{BalanceHistory, Decision, SeenLoad, SiteLoad};
 
-/// What was decided for a site's load could not be done.
+/// A decision for a site's load could not be carried out.
 const NOT_DONE: Code = Code(521);
 
-/// A step that failed is not decided again at once: so many looks go by.
+/// Samples for which a failed step is not decided again.
 const FAILED_PAUSE_LOOKS: u32 = 10;
 
-/// How much of a node's CPU use one look tells, against those before: nothing is moved for one good second.
+/// Weight of one sample of a node's CPU use against earlier ones: nothing moves because of one good
+/// second.
 const NEW_PART: f32 = 0.25;
 
 type NodeLoad = balance::NodeLoad<String>;
 
-/// What the rest of the supervisor has of it.
+/// The part that the rest of the supervisor uses.
 #[derive(Debug, Default)]
-pub struct Balance {
+pub struct BalanceState {
     configured: Mutex<Configured>,
-    pub told: Told,
-    /// Sites that this node has and others, too.
-    pub shared: Shared,
+    pub told: BalanceHistory,
+    /// Sites that this node has together with others.
+    pub shared: SharedUse,
 }
 
-impl Balance {
+impl BalanceState {
     pub fn configure(&self, configured: &Configured) {
         *self.configured.lock() = configured.clone();
     }
 }
 
-/// One look after the other, for as long as the node runs.
-pub async fn keep(node: Arc<Node>) {
-    let (mut cpu, mut keeping) = (load::Meter::new(), Keeping::new(node));
+/// Takes one sample after the other while the node runs.
+pub async fn keep(node: Arc<SupervisedNode>) {
+    let mut cpu = load::CpuMeter::new();
+    let mut keeping = BalanceLoop::new(node);
     loop {
         let configured = keeping.node.balance.configured.lock().clone();
         tokio::time::sleep(Duration::from_millis(configured.every_ms)).await;
         let own = NodeLoad {
             node: keeping.node.name.clone(),
             cpus: load::cpus(),
-            // Tells of the time since the last look.
+            // Covers the time since the last sample.
             cpu_used: cpu.cpu_used() as f32,
             memory_free: load::memory().1,
             is_open: true,
@@ -77,20 +79,21 @@ pub async fn keep(node: Arc<Node>) {
     }
 }
 
-struct Keeping {
-    node: Arc<Node>,
-    decides: balance::Balance<SiteName, String>,
-    meter: Meter,
-    /// Sites for which a step is being carried out, or failed a moment ago: how many looks they still wait.
+struct BalanceLoop {
+    node: Arc<SupervisedNode>,
+    decides: balance::LoadBalance<SiteName, String>,
+    meter: SiteMeter,
+    /// Sites whose step is being carried out, or failed a moment ago: how many samples they still
+    /// wait.
     under_way: Rc<RefCell<HashMap<SiteName, u32>>>,
-    /// How busy nodes were over the last looks.
+    /// CPU use of nodes over the last samples.
     busy: HashMap<String, f32>,
 }
 
-/// What holds while nothing is changed in the file.
-fn terms(configured: &Configured) -> Terms {
+/// Returns the values that hold while the file is unchanged.
+fn terms(configured: &Configured) -> BalanceConfig {
     let part = |percent: u32| percent as f32 / 100.0;
-    Terms {
+    BalanceConfig {
         short: part(configured.short),
         busy: part(configured.busy),
         move_after: Duration::from_millis(configured.move_after_ms),
@@ -103,11 +106,11 @@ fn terms(configured: &Configured) -> Terms {
     }
 }
 
-impl Keeping {
-    fn new(node: Arc<Node>) -> Self {
+impl BalanceLoop {
+    fn new(node: Arc<SupervisedNode>) -> Self {
         Self {
-            decides: balance::Balance::default(),
-            meter: Meter::default(),
+            decides: balance::LoadBalance::default(),
+            meter: SiteMeter::default(),
             under_way: Rc::default(),
             busy: HashMap::new(),
             node,
@@ -117,15 +120,15 @@ impl Keeping {
     async fn look(&mut self, now: Moment, own: NodeLoad, configured: &Configured) {
         let terms = terms(configured);
         self.decides.set_terms(terms);
-        // A keeper that is being started anew says nothing; then what ran has ended.
-        let Some(used) = self.ask::<Vec<Used>>(Role::Keeper).await else { return };
+        // A keeper that is being restarted does not reply; then its instances have ended.
+        let Some(used) = self.ask::<Vec<RunUsage>>(ProcessRole::Keeper).await else { return };
         let (measured, gone) = self.meter.take(used);
-        gone.iter().for_each(|site| self.decides.left(site));
+        gone.iter().for_each(|site| self.decides.forget_site(site));
         self.let_wait();
         let resting = self.node.balance.shared.used(&measured);
-        let mut looked: Vec<Measured> =
+        let mut looked: Vec<SiteMeasure> =
             measured.into_iter().filter(|one| self.matters(now, one, &terms)).collect();
-        looked.extend(resting.into_iter().map(Measured::at_rest));
+        looked.extend(resting.into_iter().map(SiteMeasure::at_rest));
         let is_short = looked.iter().any(|one| one.starved >= terms.short);
         let is_asked = is_short || looked.iter().any(|one| self.node.balance.shared.has(&one.used.site));
         let neighbours = if is_asked { self.neighbours().await } else { Vec::new() };
@@ -136,11 +139,11 @@ impl Keeping {
             let Some(mut load) = self.site_load(one, configured, &nodes[0], &requests) else { continue };
             load.others_used = others_used(&load, &neighbours);
             let waits = self.under_way.borrow().contains_key(&load.site);
-            let decision = if waits { None } else { self.decides.look(now, &load, &nodes) };
+            let decision = if waits { None } else { self.decides.decide_step(now, &load, &nodes) };
             let short = self.decides.short_for(now, &load.site);
             let held = short.filter(|_| decision.is_none() && !waits);
             let held = held.and_then(|_| self.held(now, &load, &nodes, &terms));
-            seen.push(Seen { short_seconds: short.map(|short| short.as_secs()), held, load });
+            seen.push(SeenLoad { short_seconds: short.map(|short| short.as_secs()), held, load });
             if let Some(decision) = decision {
                 self.carry_out(decision).await;
             }
@@ -148,14 +151,15 @@ impl Keeping {
         self.node.balance.told.saw(seen);
     }
 
-    async fn ask<T: serde::de::DeserializeOwned>(&self, role: Role) -> Option<T> {
-        let text = self.node.ask(role, Question::Load).await?;
+    async fn ask<T: serde::de::DeserializeOwned>(&self, role: ProcessRole) -> Option<T> {
+        let text = self.node.query_process(role, FeedQuery::Load).await?;
         serde_json::from_str(&text).ok()
     }
 
-    /// Of most that run there is nothing to be decided, so their records need not be read.
-    fn matters(&self, now: Moment, one: &Measured, terms: &Terms) -> bool {
-        let Measured { used, starved, .. } = one;
+    /// Returns whether a site needs a decision. Most running ones do not, so their records need not
+    /// be read.
+    fn matters(&self, now: Moment, one: &SiteMeasure, terms: &BalanceConfig) -> bool {
+        let SiteMeasure { used, starved, .. } = one;
         *starved >= terms.short
             || used.is_limit_changed
             || self.node.balance.shared.has(&used.site)
@@ -169,15 +173,15 @@ impl Keeping {
         });
     }
 
-    /// All of its cluster, with this node.
-    async fn neighbours(&self) -> Vec<Neighbour> {
+    /// Returns all members of its cluster, including this node.
+    async fn neighbours(&self) -> Vec<MemberLoad> {
         match &self.node.cluster {
             Some(cluster) => cluster.loads().await,
             None => Vec::new(),
         }
     }
 
-    /// Nodes that were not asked for the last time begin anew.
+    /// Smooths the load. Nodes that were missing last time start from the new sample.
     fn smoothed(&mut self, mut nodes: Vec<NodeLoad>) -> Vec<NodeLoad> {
         let mut before = std::mem::take(&mut self.busy);
         for node in &mut nodes {
@@ -189,29 +193,31 @@ impl Keeping {
     }
 
     async fn requests(&self) -> HashMap<SiteName, u32> {
-        let needed = self.ask::<Vec<Needed>>(Role::Edge).await.unwrap_or_default();
+        let needed = self.ask::<Vec<DemandReport>>(ProcessRole::Edge).await.unwrap_or_default();
         needed.into_iter().map(|one| (one.site, one.requests)).collect()
     }
 
     fn site_load(
         &self,
-        one: Measured,
+        one: SiteMeasure,
         configured: &Configured,
         own: &NodeLoad,
         requests: &HashMap<SiteName, u32>,
     ) -> Option<SiteLoad> {
-        // What cannot be read now is looked at again in a second.
+        // A record that cannot be read now is tried again in a second.
         let site = self.node.store.site(one.used.site.as_str()).ok()??;
         let tenant = self.node.store.tenant(site.tenant.as_str()).ok()??;
-        let bounds = Bounds::of(&site, &tenant, configured.raise_max, own.cpus);
+        let bounds = NodeBounds::compute(&site, &tenant, configured.raise_max, own.cpus);
         let placement = self.node.store.placement(one.used.site.as_str()).ok()?;
         let parts: Vec<_> = placement.iter().flat_map(Placement::parts).collect();
-        let came = parts.iter().find(|part| part.node.as_str() == own.node && part.why == Why::Load);
+        let came =
+            parts.iter().find(|part| part.node.as_str() == own.node && part.why == PlacementReason::Load);
         let came = came.map(|part| unix_ms().saturating_sub(part.since_ms));
         let is_last = parts.len() > 1 && parts.last().is_some_and(|part| part.node.as_str() == own.node);
         let nodes = parts.iter().map(|part| part.node.to_string()).collect();
-        let (wants, Bounds { base, max, .. }) = (bounds.wants(&one), bounds);
-        let Measured { used, starved, throttled, cpus } = one;
+        let wants = bounds.wants(&one);
+        let NodeBounds { base, max, .. } = bounds;
+        let SiteMeasure { used, starved, throttled, cpus } = one;
         Some(SiteLoad {
             node: own.node.clone(),
             wants,
@@ -232,15 +238,22 @@ impl Keeping {
         })
     }
 
-    /// Why nothing more is done for a site that is short, for who asks.
-    fn held(&self, now: Moment, load: &SiteLoad, nodes: &[NodeLoad], terms: &Terms) -> Option<String> {
+    /// Returns why nothing more is done for a site that is short, for `nagaya explain`.
+    fn held(
+        &self,
+        now: Moment,
+        load: &SiteLoad,
+        nodes: &[NodeLoad],
+        terms: &BalanceConfig,
+    ) -> Option<String> {
         let percent = |part: f32| (part * 100.0).round();
         let own = &nodes[0];
         let mut why = Vec::new();
         if load.limit >= load.limit_max {
             why.push(format!("{:.2} CPUs are all that it may have here", load.limit_max));
         } else if own.cpu_used > terms.busy {
-            let (used, busy) = (percent(own.cpu_used), percent(terms.busy));
+            let used = percent(own.cpu_used);
+            let busy = percent(terms.busy);
             why.push(format!("{} uses {used}% of its CPUs, and gives nobody more above {busy}%", own.node));
         } else if load.throttled < terms.short {
             why.push("its limit is not what it is short of".into());
@@ -263,10 +276,11 @@ impl Keeping {
         }
         if load.nodes_max > 1 && nodes.len() > 1 {
             let count = load.nodes.len();
-            why.push(match count < load.nodes_max as usize {
-                true => format!("it has {count} of the {} nodes that it may have, and gets another one where no move does", load.nodes_max),
-                false => format!("it has all {count} nodes that its record allows"),
-            });
+            why.push(if count < load.nodes_max as usize {
+format!("it has {count} of the {} nodes that it may have, and gets another one where no move does", load.nodes_max)
+} else {
+format!("it has all {count} nodes that its record allows")
+});
         }
         Some(why.join("; "))
     }
@@ -276,18 +290,19 @@ impl Keeping {
         let number = self.node.balance.told.decided(&decision);
         tracing::info!(%site, "load: {words}");
         match step {
-            Step::Raise(cpus) | Step::Lower(cpus) => {
+            BalanceStep::Raise(cpus) | BalanceStep::Lower(cpus) => {
                 let done = self.limit(&site, cpus).await;
                 ended(&self.node, number, &decision, done, &self.under_way);
             }
-            Step::Move(_) | Step::Copy(_) | Step::Uncopy => {
+            BalanceStep::Move(_) | BalanceStep::Copy(_) | BalanceStep::Uncopy => {
                 let shift = match step {
-                    Step::Move(to) => Shift::Move(to),
-                    Step::Copy(to) => Shift::Copy(to),
-                    _ => Shift::Uncopy,
+                    BalanceStep::Move(to) => RebalanceStep::Move(to),
+                    BalanceStep::Copy(to) => RebalanceStep::Copy(to),
+                    _ => RebalanceStep::Uncopy,
                 };
                 self.under_way.borrow_mut().insert(site.clone(), u32::MAX);
-                let (node, under_way) = (Arc::clone(&self.node), Rc::clone(&self.under_way));
+                let node = Arc::clone(&self.node);
+                let under_way = Rc::clone(&self.under_way);
                 tokio::task::spawn_local(async move {
                     let moved = match &node.cluster {
                         Some(cluster) => cluster.shift(site.clone(), shift).await,
@@ -301,27 +316,33 @@ impl Keeping {
     }
 
     async fn limit(&self, site: &SiteName, cpus: f32) -> Result<(), String> {
-        let act = Act::LimitCpu { thousandths: Some(thousandths(cpus)) };
-        let question = Question::Instance { site: site.to_string(), act };
-        let said = self.node.ask(Role::Keeper, question).await.ok_or("the keeper did not answer")?;
+        let act = InstanceCommand::LimitCpu { thousandths: Some(thousandths(cpus)) };
+        let question = FeedQuery::Instance { site: site.to_string(), act };
+        let said = self
+            .node
+            .query_process(ProcessRole::Keeper, question)
+            .await
+            .ok_or("the keeper did not answer")?;
         let said: Value = serde_json::from_str(&said).unwrap_or_default();
-        match said["ok"] == true {
-            true => Ok(()),
-            false => Err(said["error"].as_str().unwrap_or("it does not run any more").into()),
+        if said["ok"] == true {
+            Ok(())
+        } else {
+            Err(said["error"].as_str().unwrap_or("it does not run any more").into())
         }
     }
 }
 
-/// This node first, and others of its cluster.
-fn nodes(own: NodeLoad, known: &[Neighbour]) -> Vec<NodeLoad> {
+/// Returns this node first, then others of its cluster.
+fn nodes(own: NodeLoad, known: &[MemberLoad]) -> Vec<NodeLoad> {
     let loads = || known.iter().map(|neighbour| &neighbour.load);
     let arrivals = loads().find(|node| node.node == own.node).map_or(0, |node| node.arrivals);
     let others: Vec<_> = loads().filter(|node| node.node != own.node).cloned().collect();
     [NodeLoad { arrivals, ..own }].into_iter().chain(others).collect()
 }
 
-/// CPUs that the other nodes use for a site. None: not all of them have told that.
-fn others_used(load: &SiteLoad, known: &[Neighbour]) -> Option<f32> {
+/// Returns the CPUs that the other nodes use for a site. `None` if not all of them have reported
+/// it.
+fn others_used(load: &SiteLoad, known: &[MemberLoad]) -> Option<f32> {
     let others = load.nodes.iter().filter(|node| **node != load.node);
     let used = |node: &String| {
         known.iter().find(|neighbour| neighbour.load.node == *node)?.shared.get(&load.site).copied()
@@ -330,18 +351,19 @@ fn others_used(load: &SiteLoad, known: &[Neighbour]) -> Option<f32> {
 }
 
 fn ended(
-    node: &Node,
+    node: &SupervisedNode,
     number: u64,
     decision: &Decision,
     end: Result<(), String>,
     under_way: &RefCell<HashMap<SiteName, u32>>,
 ) {
     if let Err(why) = &end {
-        tracing::warn!(code = %NOT_DONE, site = %decision.site, "what its load asks for is not done: {why}");
+        tracing::warn!(code = %NOT_DONE, site = %decision.site, "the change for its load was not done: {why}");
         under_way.borrow_mut().insert(decision.site.clone(), FAILED_PAUSE_LOOKS);
     }
-    node.balance.told.ended(number, &decision.step, end);
+    node.balance.told.finish_step(number, &decision.step, end);
 }
 
+mod history;
 #[cfg(test)]
 mod tests;

@@ -1,24 +1,26 @@
-//! Sites that this node has and others, too, with the CPUs that they use here: what each node tells the others, so that the last one
-//! to get a site knows when all of it would fit on the others.
+//! Sites that this node has together with others, and the CPUs that they use here. Each node
+//! reports these to the others. So the last node to get a site knows when the others alone would be
+//! enough.
 //!
-//! Not here: telling them (`cluster::membership`), what follows (`nagaya_placement::balance`).
+//! Not here: telling them (`cluster::load_publisher`), what follows (`nagaya_placement::balance`).
 
 use std::collections::BTreeMap;
 
-use nagaya_cmdb::SiteName;
+use nagaya_records::SiteName;
 use parking_lot::Mutex;
 
-use super::measure::Measured;
+use super::measure::SiteMeasure;
 
-/// Sites that others are told of; of more, the first by name. What is not told of keeps its copies.
+/// Sites that are reported to others: the first by name if there are more. A site that is not
+/// reported keeps its replicas.
 const TOLD_MAX: usize = 256;
 
-/// None: it was not measured yet.
+/// `None` if it was not measured yet.
 #[derive(Debug, Default)]
-pub struct Shared(Mutex<BTreeMap<SiteName, Option<f32>>>);
+pub struct SharedUse(Mutex<BTreeMap<SiteName, Option<f32>>>);
 
-impl Shared {
-    /// These are all of them.
+impl SharedUse {
+    /// Sets the complete list of sites.
     pub fn keep(&self, sites: impl Iterator<Item = SiteName>) {
         let mut known = self.0.lock();
         let mut before = std::mem::take(&mut *known);
@@ -29,8 +31,9 @@ impl Shared {
         self.0.lock().contains_key(site)
     }
 
-    /// What was just measured of all that run here. Returns those of them that do not, as they rest.
-    pub fn used(&self, measured: &[Measured]) -> Vec<SiteName> {
+    /// Notes new measurements of all running sites. Returns those of the list that do not run, as
+    /// they rest.
+    pub fn used(&self, measured: &[SiteMeasure]) -> Vec<SiteName> {
         let mut known = self.0.lock();
         if known.is_empty() {
             return Vec::new();
@@ -46,8 +49,8 @@ impl Shared {
         resting
     }
 
-    /// What others are told.
-    pub fn told(&self) -> BTreeMap<SiteName, f32> {
+    /// Returns the report for others.
+    pub fn snapshot(&self) -> BTreeMap<SiteName, f32> {
         let known = self.0.lock();
         known.iter().filter_map(|(site, used)| Some((site.clone(), (*used)?))).take(TOLD_MAX).collect()
     }
@@ -58,17 +61,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_rests_uses_nothing_and_what_was_not_measured_is_not_told() {
+    fn resting_sites_use_nothing_and_unmeasured_ones_are_absent() {
         let site = |name: &str| SiteName::new(name).unwrap();
-        let shared = Shared::default();
-        let busy = Measured { cpus: 0.5, ..Measured::at_rest(site("busy")) };
+        let shared = SharedUse::default();
+        let busy = SiteMeasure { cpus: 0.5, ..SiteMeasure::at_rest(site("busy")) };
         assert_eq!(shared.used(std::slice::from_ref(&busy)), [], "it is nobody else's");
         shared.keep([site("busy"), site("calm")].into_iter());
-        assert_eq!(shared.told(), BTreeMap::new());
-        assert_eq!(shared.used(&[busy, Measured::at_rest(site("alone"))]), [site("calm")]);
-        assert_eq!(shared.told(), BTreeMap::from([(site("busy"), 0.5), (site("calm"), 0.0)]));
+        assert_eq!(shared.snapshot(), BTreeMap::new());
+        assert_eq!(shared.used(&[busy, SiteMeasure::at_rest(site("alone"))]), [site("calm")]);
+        assert_eq!(shared.snapshot(), BTreeMap::from([(site("busy"), 0.5), (site("calm"), 0.0)]));
         shared.keep([site("busy"), site("new")].into_iter());
-        assert_eq!(shared.told(), BTreeMap::from([(site("busy"), 0.5)]));
+        assert_eq!(shared.snapshot(), BTreeMap::from([(site("busy"), 0.5)]));
         assert!(shared.has(&site("new")) && !shared.has(&site("calm")));
     }
 }

@@ -6,17 +6,17 @@
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
-use nagaya_cmdb::Change;
-use nagaya_cmdb::cell::CpuQuota;
-use nagaya_cmdb::feed::{self, Down, Up};
-use nagaya_cmdb::instance::Tier;
-use nagaya_cmdb::store::{Mode, RedbStore, Store};
+use nagaya_records::RecordChange;
+use nagaya_records::cell::CpuQuota;
+use nagaya_records::feed::{self, FromSupervisor, ToSupervisor};
+use nagaya_records::instance::Tier;
+use nagaya_store::{ChangeMode, RedbStore, Store};
 use serde_json::json;
 use tokio::task::LocalSet;
 
 use super::*;
-use crate::supervisor::cluster::{self, Order};
-use crate::supervisor::feed::Feed;
+use crate::supervisor::cluster::{self, ClusterOrder};
+use crate::supervisor::feed::ProcessFeed;
 use crate::supervisor::stored_rules::StoredRules;
 
 /// A cell of 20% of one CPU, in which there is work for this much of the time.
@@ -25,12 +25,12 @@ struct Cell {
     record: u32,
     limit: u32,
     refuses: bool,
-    used: Used,
+    used: RunUsage,
 }
 
 impl Cell {
     fn new() -> Self {
-        let used = Used {
+        let used = RunUsage {
             site: SiteName::new("wiki").unwrap(),
             run: 1,
             tier: Tier::Running,
@@ -66,7 +66,7 @@ impl Cell {
 }
 
 struct World {
-    keeping: Keeping,
+    keeping: BalanceLoop,
     configured: Configured,
     cell: Arc<Mutex<Cell>>,
     /// The limits that were asked for.
@@ -79,41 +79,43 @@ fn records(store: &RedbStore) {
     let tenant = json!({ "name": "alice", "uid": 200_001, "gid": 200_001, "home": "/srv/alice" });
     let backend = json!({ "kind": "app", "command": ["x"], "directory": "d" });
     let site = json!({ "name": "wiki", "tenant": "alice", "hosts": ["wiki.test"], "backend": backend, "limits": { "cpu": "20%" } });
-    let tenant = Change::PutTenant(Box::new(serde_json::from_value(tenant).unwrap()));
-    let site = Change::PutSite(Box::new(serde_json::from_value(site).unwrap()));
-    store.transaction(vec![tenant, site], Mode::Merge).unwrap();
+    let tenant = RecordChange::PutTenant(Box::new(serde_json::from_value(tenant).unwrap()));
+    let site = RecordChange::PutSite(Box::new(serde_json::from_value(site).unwrap()));
+    store.transaction(vec![tenant, site], ChangeMode::Merge).unwrap();
 }
 
-fn world(cluster: Option<cluster::Handle>) -> World {
+fn world(cluster: Option<cluster::ClusterHandle>) -> World {
     let dir = tempfile::tempdir().unwrap();
     let store = RedbStore::open(&dir.path().join("s.redb")).unwrap();
     records(&store);
     let store: Arc<dyn Store> = Arc::new(store);
     let rules = StoredRules::make(dir.path().join("rules"), None).unwrap();
-    let node = Arc::new(Node::new("a".into(), Arc::clone(&store), Vec::new(), Vec::new(), cluster, rules));
+    let node =
+        Arc::new(SupervisedNode::new("a".into(), Arc::clone(&store), Vec::new(), Vec::new(), cluster, rules));
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    let keeper = Arc::new(Feed::new(ours, |_| {}));
+    let keeper = Arc::new(ProcessFeed::new(ours, |_| {}));
     keeper.begin(json!({}), store).unwrap();
-    node.process(Role::Keeper, |process| process.feed = Some(keeper));
-    let (cell, (tell, asked)) = (Arc::new(Mutex::new(Cell::new())), mpsc::channel());
+    node.process(ProcessRole::Keeper, |process| process.feed = Some(keeper));
+    let cell = Arc::new(Mutex::new(Cell::new()));
+    let (tell, asked) = mpsc::channel();
     let its = Arc::clone(&cell);
     // It ends with its feed.
     std::thread::spawn(move || {
-        while let Ok(Some(down)) = feed::read::<Down>(&mut theirs) {
-            let Down::Ask { tag, question } = down else { continue };
+        while let Ok(Some(down)) = feed::read::<FromSupervisor>(&mut theirs) {
+            let FromSupervisor::Ask { tag, question } = down else { continue };
             let text = match question {
-                Question::Load => its.lock().load(),
-                Question::Instance { act: Act::LimitCpu { thousandths }, .. } => {
+                FeedQuery::Load => its.lock().load(),
+                FeedQuery::Instance { act: InstanceCommand::LimitCpu { thousandths }, .. } => {
                     let _ = tell.send(thousandths);
                     its.lock().set(thousandths)
                 }
                 other => panic!("{other:?}"),
             };
-            feed::write(&mut theirs, &Up::Answer { tag, text }).unwrap();
+            feed::write(&mut theirs, &ToSupervisor::Answer { tag, text }).unwrap();
         }
     });
     let configured = Configured { raise_max: 4, ..Configured::default() };
-    World { keeping: Keeping::new(node), configured, cell, asked, second: 0, _dir: dir }
+    World { keeping: BalanceLoop::new(node), configured, cell, asked, second: 0, _dir: dir }
 }
 
 impl World {
@@ -134,7 +136,7 @@ impl World {
     }
 
     fn told(&self) -> Value {
-        self.keeping.node.balance.told.of("wiki")
+        self.keeping.node.balance.told.describe_site("wiki")
     }
 }
 
@@ -147,7 +149,7 @@ async fn run<T>(work: impl Future<Output = T>) -> T {
 }
 
 #[tokio::test]
-async fn who_is_short_gets_more_up_to_its_most_and_gives_it_back() {
+async fn short_application_is_raised_to_its_maximum_and_back() {
     let mut world = world(None);
     run(async {
         world.seconds(5, 0.5).await;
@@ -189,7 +191,7 @@ async fn on_a_busy_node_without_others_it_is_said_what_holds_it_back() {
 }
 
 #[tokio::test]
-async fn what_could_not_be_done_is_said_and_tried_again_later() {
+async fn failed_raise_is_reported_and_tried_again_later() {
     let mut world = world(None);
     world.cell.lock().refuses = true;
     run(async {
@@ -244,12 +246,12 @@ async fn a_better_node_gets_it_once_and_an_error_is_told() {
         tokio::task::spawn_local(async move {
             while let Some(order) = orders.recv().await {
                 match order {
-                    Order::Loads(answer) => {
+                    ClusterOrder::Loads(answer) => {
                         let nodes = [node_load("a", 0.1), node_load("b", 0.3), node_load("c", 0.2)];
-                        let nodes = nodes.map(|load| Neighbour { load, shared: Default::default() });
+                        let nodes = nodes.map(|load| MemberLoad { load, shared: Default::default() });
                         let _ = answer.send(nodes.into());
                     }
-                    Order::Shift { site, shift: Shift::Move(to), answer } => {
+                    ClusterOrder::Shift { site, shift: RebalanceStep::Move(to), answer } => {
                         noted.borrow_mut().push((site.to_string(), to, answer));
                     }
                     _ => panic!("nothing else is asked"),

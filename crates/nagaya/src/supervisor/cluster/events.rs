@@ -1,48 +1,46 @@
-//! What has happened in the cluster lately, as this node saw it: nodes that fell silent, came, went or were drained, its own right to serve,
-//! and the moves that it decided, each with what the planner said and what its steps took.
+//! Recent cluster events, as this node saw them. They are nodes that fell silent, came, went or
+//! drained, changes of its own lease, and its moves. Each move has the planner's reason and the
+//! time of its steps.
 //!
-//! It is kept in memory, so that a restart forgets it; where sites are now is in the records. Not here: what is done about any of
-//! it (`placing`, `moves`, `authority`), what load called for (`balance::told`), the commands (`cli::events`).
+//! They are kept in memory, so a restart forgets them. The records have the present places of
+//! sites.
+//!
+//! Not here: the reactions (`relocator`, `mover`, `lease_renewer`), events of load
+//! (`balance::history`), the commands (`cli::events`).
 
-use std::collections::{BTreeMap, VecDeque};
-use std::rc::Rc;
-use std::time::Duration;
+use std::cell::RefCell;
+use std::collections::VecDeque;
 
-use nagaya_cmdb::instance::Act;
-use nagaya_cmdb::{NodeName, Placement, Why};
+use nagaya_records::{NodeName, Placement, PlacementReason};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::membership::{Membership, unix_ms};
-use super::placing::Known;
-use crate::admin::{Node as _, Problem, list};
+use super::clock::unix_ms;
 
-/// Kept of all but moves.
+/// Events that are kept, apart from moves.
 const EVENTS_MAX: usize = 512;
 
-/// Kept of moves, by themselves: the sites of one dead node are not to push out that it died.
+/// Moves that are kept separately: the moves after a node's death must not displace the event of
+/// its death.
 const MOVES_MAX: usize = 1_024;
 
-/// Moves told of one site.
+/// Moves shown for one site.
 const MOVES_TOLD_MAX: usize = 10;
-
-/// How often it is looked whether nodes have come or gone.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum What {
+pub enum ClusterEvent {
     Joined {
         node: NodeName,
     },
     Removed {
         node: NodeName,
     },
-    /// It tells nothing of itself any more.
+    /// It no longer reports its load.
     Gone {
         node: NodeName,
     },
-    /// It does so again.
+    /// It reports its load again.
     Seen {
         node: NodeName,
     },
@@ -52,52 +50,53 @@ pub enum What {
     Undrained {
         node: NodeName,
     },
-    /// A request that came here had no answer from it, for this reason.
+    /// A request that came here had no reply from it, for this reason.
     Silent {
         node: NodeName,
-        why: Why,
+        why: PlacementReason,
     },
     /// It answers after all.
     Answers {
         node: NodeName,
     },
-    /// This node may run nothing that is placed on it.
+    /// This node has no lease.
     AuthorityLost,
-    /// It may, by the word of the store or of the other members.
+    /// It has a lease, from the store or from the other members.
     AuthorityHeld {
         by: &'static str,
     },
-    Moved(Move),
+    Moved(SiteMove),
 }
 
-/// A site that got another place, by this node's decision.
+/// A site that got another placement by this node's decision.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Move {
+pub struct SiteMove {
     pub site: String,
     pub from: Option<NodeName>,
     pub to: String,
     pub epoch: u64,
     pub why: &'static str,
-    /// Why there, in the planner's words.
+    /// The reason for that node, in the planner's words.
     pub reason: String,
-    /// Until the request that asked for it knew that it would not be answered.
+    /// Time until the request that caused it knew that no reply would come.
     pub probe_us: u64,
     pub decide_us: u64,
     pub store_us: u64,
-    /// For so long at most the first request waits until the node that had it can serve it no more.
+    /// Longest wait of the first request for the end of the old lease.
     pub fence_ms: u32,
-    /// For so long its image was on its way there, while requests went on where it was.
+    /// Time to transfer its image, while requests continued at the former node.
     pub fetch_us: u64,
-    /// Until its node had let go of it, with its requests ended, and the store agreed. 0: it was not asked.
+    /// Time until the former node had given it up, with its requests ended, and the store agreed.
+    /// Zero if it was not asked.
     pub release_us: u64,
 }
 
-impl Move {
+impl SiteMove {
     pub fn new(
         placement: &Placement,
         from: Option<NodeName>,
         to: &NodeName,
-        why: Why,
+        why: PlacementReason,
         reason: String,
     ) -> Self {
         Self {
@@ -114,139 +113,64 @@ impl Move {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-struct Event {
+struct TimedEvent {
     at_ms: u64,
     #[serde(flatten)]
-    what: What,
+    what: ClusterEvent,
 }
 
-/// The last of each, the oldest first.
+/// The latest of each, the oldest first.
 #[derive(Debug, Default)]
-pub struct Events {
-    events: VecDeque<Event>,
-    moves: VecDeque<Event>,
+pub struct KeptEvents {
+    events: VecDeque<TimedEvent>,
+    moves: VecDeque<TimedEvent>,
 }
 
-impl Events {
-    pub fn note(&mut self, what: What) {
+impl KeptEvents {
+    pub fn note(&mut self, what: ClusterEvent) {
         let (kept, max) = match what {
-            What::Moved(_) => (&mut self.moves, MOVES_MAX),
+            ClusterEvent::Moved(_) => (&mut self.moves, MOVES_MAX),
             _ => (&mut self.events, EVENTS_MAX),
         };
         if kept.len() >= max {
             kept.pop_front();
         }
-        kept.push_back(Event { at_ms: unix_ms(), what });
+        kept.push_back(TimedEvent { at_ms: unix_ms(), what });
     }
 
-    /// The last so many of all, the latest first.
+    /// Returns the latest of all events, the latest first.
     fn last(&self, limit: usize) -> Vec<Value> {
-        let mut all: Vec<&Event> = self.events.iter().chain(&self.moves).collect();
-        // Of those of one millisecond each kind stays in its order.
+        let mut all: Vec<&TimedEvent> = self.events.iter().chain(&self.moves).collect();
+        // Within one millisecond each kind keeps its order.
         all.sort_by_key(|event| event.at_ms);
         all.into_iter().rev().take(limit).map(|event| json!(event)).collect()
     }
 
-    /// The last moves of a site, the latest first.
+    /// Returns the last moves of a site, the latest first.
     fn moves_of(&self, site: &str) -> Vec<Value> {
-        let is_of = |event: &&Event| matches!(&event.what, What::Moved(moved) if moved.site == site);
+        let is_of =
+            |event: &&TimedEvent| matches!(&event.what, ClusterEvent::Moved(moved) if moved.site == site);
         self.moves.iter().rev().filter(is_of).take(MOVES_TOLD_MAX).map(|event| json!(event)).collect()
     }
 }
 
-/// What was seen of one node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Sight {
-    is_there: bool,
-    is_draining: bool,
+/// The events as the tasks of a member share them.
+#[derive(Debug, Default)]
+pub struct EventLog {
+    kept: RefCell<KeptEvents>,
 }
 
-/// All members, as they were seen last. None: not yet.
-type Sights = BTreeMap<NodeName, Sight>;
-
-/// What has changed from one look to the next.
-fn changes(before: &Sights, now: &Sights) -> Vec<What> {
-    let mut changes = Vec::new();
-    for (node, sight) in now {
-        let node = || node.clone();
-        let Some(before) = before.get(&node()) else {
-            changes.push(What::Joined { node: node() });
-            continue;
-        };
-        match (before.is_there, sight.is_there) {
-            (true, false) => changes.push(What::Gone { node: node() }),
-            (false, true) => changes.push(What::Seen { node: node() }),
-            _ => {}
-        }
-        match (before.is_draining, sight.is_draining) {
-            (false, true) => changes.push(What::Draining { node: node() }),
-            (true, false) => changes.push(What::Undrained { node: node() }),
-            _ => {}
-        }
-    }
-    let gone = before.keys().filter(|node| !now.contains_key(*node));
-    changes.extend(gone.map(|node| What::Removed { node: node.clone() }));
-    changes
-}
-
-impl Membership {
-    pub fn note(&self, what: What) {
-        self.events.borrow_mut().note(what);
+impl EventLog {
+    pub fn note(&self, what: ClusterEvent) {
+        self.kept.borrow_mut().note(what);
     }
 
-    /// Looks who is there for as long as this node is a member.
-    pub(super) async fn watch_nodes(self: Rc<Self>) {
-        let mut before: Option<Sights> = None;
-        loop {
-            let known = self.known_nodes().unwrap_or_default();
-            let sight = |node: Known| {
-                let sight = Sight { is_there: node.load.is_some(), is_draining: node.record.draining };
-                (node.record.name, sight)
-            };
-            let now: Sights = known.into_iter().map(sight).collect();
-            // A node that cannot read its records sees nobody, which is no news; and its first look tells of nothing that happened.
-            if !now.is_empty() {
-                let changes = before.as_ref().map(|before| changes(before, &now)).unwrap_or_default();
-                changes.into_iter().for_each(|change| self.note(change));
-                before = Some(now);
-            }
-            tokio::time::sleep(LOOK_EVERY).await;
-        }
+    pub fn last(&self, limit: usize) -> Vec<Value> {
+        self.kept.borrow().last(limit)
     }
 
-    /// `nagaya events`.
-    pub fn last_events(&self, limit: usize) -> Value {
-        list("events", self.events.borrow().last(limit))
-    }
-
-    /// Why a site is where it is, for `nagaya explain`, and what its last wake here took. Its placement is null where it has none.
-    pub async fn explain_placement(&self, site: &str) -> Result<Value, Box<Problem>> {
-        let placement = self.records().placement(site)?;
-        let placement = placement.filter(|_| self.records().site(site).is_ok_and(|site| site.is_some()));
-        let (fallback, image_here) = match &placement {
-            Some(placement) => self.fallbacks(std::slice::from_ref(placement)).swap_remove(0),
-            None => (None, false),
-        };
-        let is_here = placement.as_ref().is_some_and(|placement| placement.part(&self.node).is_some());
-        let wake = match is_here {
-            true => self.last_wake(site).await,
-            false => Value::Null,
-        };
-        Ok(json!({
-            "site": site,
-            "asked": self.node,
-            "placement": placement,
-            "fallback": fallback,
-            "image_here": image_here,
-            "last_wake": wake,
-            "moves": self.events.borrow().moves_of(site),
-        }))
-    }
-
-    async fn last_wake(&self, site: &str) -> Value {
-        let told = self.context.node.instance(site.to_owned(), Act::Inspect).await;
-        let told: Option<Value> = told.and_then(|text| serde_json::from_str(&text).ok());
-        told.map_or(Value::Null, |mut told| told["last_wake"].take())
+    pub fn moves_of(&self, site: &str) -> Vec<Value> {
+        self.kept.borrow().moves_of(site)
     }
 }
 
@@ -258,14 +182,20 @@ mod tests {
         NodeName::new(name).unwrap()
     }
 
-    fn moved(site: &str, epoch: u64) -> What {
-        What::Moved(Move { site: site.into(), epoch, to: "b".into(), why: "silent", ..Move::default() })
+    fn moved(site: &str, epoch: u64) -> ClusterEvent {
+        ClusterEvent::Moved(SiteMove {
+            site: site.into(),
+            epoch,
+            to: "b".into(),
+            why: "silent",
+            ..SiteMove::default()
+        })
     }
 
     #[test]
     fn many_moves_do_not_push_out_why_there_were_so_many() {
-        let mut events = Events::default();
-        events.note(What::Silent { node: node("a"), why: Why::Silent });
+        let mut events = KeptEvents::default();
+        events.note(ClusterEvent::Silent { node: node("a"), why: PlacementReason::Silent });
         for n in 0..MOVES_MAX as u64 + 5 {
             events.note(moved(if n % 2 == 0 { "wiki" } else { "blog" }, n));
         }
@@ -278,32 +208,8 @@ mod tests {
         assert!(told.windows(2).all(|pair| pair[0]["epoch"].as_u64() > pair[1]["epoch"].as_u64()));
         assert!(events.moves_of("other").is_empty());
         for _ in 0..=EVENTS_MAX {
-            events.note(What::AuthorityLost);
+            events.note(ClusterEvent::AuthorityLost);
         }
         assert_eq!(events.last(usize::MAX).len(), MOVES_MAX + EVENTS_MAX);
-    }
-
-    #[test]
-    fn what_changes_of_nodes_from_one_look_to_the_next_is_told_once() {
-        let sights = |nodes: &[(&str, bool, bool)]| -> Sights {
-            let sight = |(name, is_there, is_draining): &(&str, _, _)| {
-                (node(name), Sight { is_there: *is_there, is_draining: *is_draining })
-            };
-            nodes.iter().map(sight).collect()
-        };
-        let first = sights(&[("a", true, false), ("b", true, false), ("c", false, true)]);
-        let second = sights(&[("a", false, true), ("c", true, false), ("d", true, false)]);
-        assert_eq!(changes(&first, &first), []);
-        assert_eq!(
-            changes(&first, &second),
-            [
-                What::Gone { node: node("a") },
-                What::Draining { node: node("a") },
-                What::Seen { node: node("c") },
-                What::Undrained { node: node("c") },
-                What::Joined { node: node("d") },
-                What::Removed { node: node("b") },
-            ]
-        );
     }
 }

@@ -1,52 +1,53 @@
-//! How busy this machine is, as other nodes are told so that they can place applications.
+//! The load of this machine, as reported to other nodes for placement.
 //!
-//! Not here: telling them (`membership`), choosing (`nagaya_placement`).
+//! Not here: telling them (`load_publisher`), choosing (`nagaya_placement`).
 
 use std::collections::BTreeMap;
 use std::fs;
 
-use nagaya_cmdb::SiteName;
+use nagaya_records::SiteName;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
-use super::allotment::Allotment;
-use super::images::Stock;
-use super::wishes::{Outcome, Wish};
+use super::delegated_task::{DelegatedTask, TaskOutcome};
+use super::image_inventory::ImageInventory;
+use super::node_cpu_limit::CpuAllotment;
 
-/// What a node tells of itself, once a second.
+/// A node's report about itself, once a second.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Load {
-    /// Part of its processors' time that was used since the last time, 0 to 1.
+pub struct NodeReport {
+    /// Part of its CPU time that was used since the last report, 0 to 1.
     pub cpu_used: f64,
     pub memory_bytes: u64,
-    /// What programs could still get without swapping (`MemAvailable` of proc(5)).
+    /// Memory that programs could still get without swapping (`MemAvailable` of proc(5)).
     pub memory_available: u64,
-    /// Serial of the authority that gave this node its certificate.
+    /// Serial of the CA that issued this node's certificate.
     pub authority: u64,
-    /// Serial of the newest authority that it believes. 0: a version that does not tell, or it does not know yet.
+    /// Serial of the newest CA that it trusts. Zero if the version does not report it, or if it is
+    /// not known yet.
     #[serde(skip_serializing_if = "is_none")]
     pub believes: u64,
-    /// It may run what is placed on it.
+    /// It has a lease on its placed sites.
     pub serves: bool,
-    /// Requests a second to applications that are placed there.
+    /// Requests per second to applications that are placed there.
     #[serde(skip_serializing_if = "is_none")]
     pub heat: f32,
-    /// Wakes under way and in line.
+    /// Wakes in progress and queued.
     #[serde(skip_serializing_if = "is_none")]
     pub wakes: u32,
-    /// Which of the images that it wants are there. None: a version that does not tell.
+    /// Which of its wanted images it has. `None` if the version does not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub images: Option<Stock>,
-    /// CPUs that sites use here which run on several nodes.
+    pub images: Option<ImageInventory>,
+    /// CPUs used here by sites that run on several nodes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub shared: BTreeMap<SiteName, f32>,
-    /// Sites that an operator has others move.
+    /// Sites that an operator has other nodes move.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub wishes: Vec<Wish>,
-    /// What became of others' wishes, by their ids.
+    pub wishes: Vec<DelegatedTask>,
+    /// Outcomes of others' tasks, by their ids.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub outcomes: BTreeMap<String, Outcome>,
+    pub outcomes: BTreeMap<String, TaskOutcome>,
 }
 
 fn is_none<T: Default + PartialEq>(number: &T) -> bool {
@@ -55,14 +56,14 @@ fn is_none<T: Default + PartialEq>(number: &T) -> bool {
 
 /// Measures between two calls.
 #[derive(Debug)]
-pub struct Meter {
-    /// None: it may use all of its processors.
-    allotment: Option<Allotment>,
-    /// Clock ticks of this node's processors: busy, and all.
+pub struct CpuMeter {
+    /// `None` if it may use all of its CPUs.
+    allotment: Option<CpuAllotment>,
+    /// Clock ticks of this node's CPUs: busy, and all.
     last: (u64, u64),
 }
 
-/// Processors of this node: those it may run on, or as many as its control group lets it use.
+/// Returns the CPUs of this node: those it may run on, or as many as its control group allows.
 pub fn cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
 }
@@ -71,29 +72,31 @@ fn cpus_bound_to() -> u32 {
     sched_getaffinity(None).map_or(u32::MAX, |own| own.count())
 }
 
-impl Meter {
+impl CpuMeter {
     pub fn new() -> Self {
-        Self { allotment: Allotment::find(cpus_bound_to()), last: (0, 0) }
+        Self { allotment: CpuAllotment::find(cpus_bound_to()), last: (0, 0) }
     }
 
-    /// 0 the first time.
+    /// Returns the CPU use; 0 the first time.
     pub fn cpu_used(&mut self) -> f64 {
         if let Some(allotment) = &mut self.allotment {
             return allotment.used().unwrap_or(0.0);
         }
-        // One that is bound to some processors of its machine is as busy as those.
+        // A node that is bound to some CPUs of its machine is as busy as those.
         let own = sched_getaffinity(None).ok();
         let now = fs::read_to_string("/proc/stat").ok().and_then(|text| ticks(&text, own.as_ref()));
         let now = now.unwrap_or(self.last);
         let is_first = self.last == (0, 0);
-        let (busy, all) = (now.0.saturating_sub(self.last.0), now.1.saturating_sub(self.last.1));
+        let busy = now.0.saturating_sub(self.last.0);
+        let all = now.1.saturating_sub(self.last.1);
         self.last = now;
         // Tick counts of a second are far below where a double loses whole numbers.
         if all == 0 || is_first { 0.0 } else { busy as f64 / all as f64 }
     }
 }
 
-/// Busy and all clock ticks since boot of these processors, or of all, from `/proc/stat` (proc(5)).
+/// Returns busy and all clock ticks since boot of these CPUs, or of all, from `/proc/stat`
+/// (proc(5)).
 fn ticks(stat: &str, own: Option<&CpuSet>) -> Option<(u64, u64)> {
     let of_one = |line: &str| {
         let (number, fields) = line.strip_prefix("cpu")?.split_once(' ')?;
@@ -108,7 +111,7 @@ fn ticks(stat: &str, own: Option<&CpuSet>) -> Option<(u64, u64)> {
     Some(if sum.1 == 0 { whole } else { sum })
 }
 
-/// Of one line of numbers.
+/// Sums one line of numbers.
 fn sum(fields: &str) -> Option<(u64, u64)> {
     // user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
     let fields: Vec<u64> =
@@ -118,7 +121,7 @@ fn sum(fields: &str) -> Option<(u64, u64)> {
     (fields.len() >= 4).then_some((all - idle, all))
 }
 
-/// Bytes of memory: all, and what is available.
+/// Returns bytes of memory: total, and available.
 pub fn memory() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     (field(&text, "MemTotal:"), field(&text, "MemAvailable:"))
@@ -135,17 +138,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_another_version_tells_is_read_as_far_as_it_is_known() {
+    fn load_of_another_version_is_read_as_far_as_it_is_known() {
         let older = r#"{"cpu_used":0.5,"memory_bytes":8,"memory_available":4,"authority":1,"serves":true}"#;
-        let older: Load = serde_json::from_str(older).unwrap();
+        let older: NodeReport = serde_json::from_str(older).unwrap();
         assert_eq!((older.cpu_used, older.serves), (0.5, true));
         assert_eq!((older.heat, older.wakes, older.images), (0.0, 0, None));
         let newer = r#"{"wakes":3,"heat":1.5,"images":{"most":true,"but":["wiki"]},"colour":"red"}"#;
-        let newer: Load = serde_json::from_str(newer).unwrap();
+        let newer: NodeReport = serde_json::from_str(newer).unwrap();
         assert_eq!((newer.heat, newer.wakes), (1.5, 3));
         let has = |site| newer.images.as_ref().unwrap().has(&SiteName::new(site).unwrap());
         assert_eq!((has("wiki"), has("blog")), (false, true));
-        let calm = serde_json::to_string(&Load::default()).unwrap();
+        let calm = serde_json::to_string(&NodeReport::default()).unwrap();
         assert!(["heat", "wakes", "images"].iter().all(|word| !calm.contains(word)), "{calm}");
     }
 
@@ -172,7 +175,7 @@ mod tests {
     fn this_machine_has_memory_and_uses_its_processors() {
         let (all, available) = memory();
         assert!(all > 0 && available > 0 && available <= all);
-        let mut meter = Meter::new();
+        let mut meter = CpuMeter::new();
         let used = meter.cpu_used();
         assert!((0.0..=1.0).contains(&used), "{used}");
         assert_eq!(field("MemTotal: 2 kB\nMemAvailable: 1 kB", "MemAvailable:"), 1024);

@@ -1,18 +1,27 @@
-//! What makes this machine a member of a cluster, in one file beneath `state_dir`: which store, which name, which keys.
+//! This machine's membership in a cluster, in one file below `state_dir`: the store, the name, the
+//! keys.
 //!
-//! Not here: what the store holds (`nagaya_cmdb`), how the keys are made (`pki`).
+//! Not here: the content of the store (`nagaya_records`), making the keys (`pki`).
 
+use std::cell::{Ref, RefCell};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use nagaya_cmdb::NodeName;
-use nagaya_cmdb::store::etcd::{RecordKeys, RecordSigning};
+use nagaya_edge::options::ClusterOptions;
 use nagaya_keeper::image::ClusterKey;
+use nagaya_records::NodeName;
+use nagaya_store::etcd::{RecordKeys, RecordSigning};
 use serde::{Deserialize, Serialize};
 
-use super::pki::{Credentials, Identity, Keys, Known, Opener, PkiError, Stored};
+use crate::config::settings::ClusterSettings as Configured;
+use crate::etcd_access::{EtcdAccess, etcd_options};
+
+use super::pki::{
+    KeyOpener, KnownGeneration, MemberSecrets, NodeCredentials, PkiError, StoredKeys, WrapIdentity,
+};
 
 const FILE: &str = "member.json";
 
@@ -27,103 +36,114 @@ pub enum MemberError {
     Damaged { path: PathBuf, error: serde_json::Error },
 }
 
-/// Where the cluster's records are.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Etcd {
-    /// `http://` or `https://`, address and port.
-    pub endpoints: Vec<String>,
-    /// PEM: who signed etcd's certificate. None: it is not encrypted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ca: Option<String>,
-    /// PEM: what this node shows etcd.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub certificate: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub key: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub user: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub password: Option<String>,
-    /// It may be reached in clear text, or without a login: the operator said so.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub insecure: bool,
-}
-
-/// The port at which etcd takes clients where an endpoint names none (`--listen-client-urls`).
-const ETCD_PORT: u16 = 2379;
-
-impl Etcd {
-    /// `host:port` of each endpoint. One that is no address of the web is passed over: etcd is not reached by it either.
-    pub fn places(&self) -> Vec<String> {
-        let place = |endpoint: &String| {
-            let uri: http::Uri = endpoint.parse().ok()?;
-            Some(format!("{}:{}", uri.host()?, uri.port_u16().unwrap_or(ETCD_PORT)))
-        };
-        self.endpoints.iter().filter_map(place).collect()
-    }
-}
-
 /// This node as a member.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Member {
+pub struct ClusterMember {
     pub cluster: String,
     pub node: NodeName,
     /// As in its record.
     pub id: String,
-    pub etcd: Etcd,
-    /// Opens the members' keys in the store, as long as this node is one of them.
-    pub identity: Identity,
+    pub etcd: EtcdAccess,
+    /// Opens the members' keys in the store, while this node is one of them.
+    pub identity: WrapIdentity,
     /// The newest generation of these keys that it has taken over.
-    pub known: Known,
-    /// As the store held them last, so that it can start while the store is down.
+    pub known: KnownGeneration,
+    /// The last known value in the store, so that it can start while the store is down.
     pub authorities: String,
     /// Signs its probes.
     pub probe_key: String,
-    /// Those of others that count, too.
+    /// Other valid keys of probes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub probe_keys_also: Vec<String>,
-    /// Of images, the newest first.
+    /// Keys of images, the newest first.
     pub image_keys: Vec<ClusterKey>,
-    pub credentials: Credentials,
-    /// Sign the cluster's records; none counts that is not signed.
+    pub credentials: NodeCredentials,
+    /// Keys that sign the cluster's records; an unsigned record does not count.
     pub records: RecordKeys,
 }
 
-impl Etcd {
-    /// What is not said here is as in `other`, but for what each operator has to say. A certificate and its key go together.
-    pub fn or(self, other: Self) -> Self {
-        let has_identity = self.certificate.is_some();
-        Self {
-            endpoints: if self.endpoints.is_empty() { other.endpoints } else { self.endpoints },
-            ca: self.ca.or(other.ca),
-            certificate: if has_identity { self.certificate } else { other.certificate },
-            key: if has_identity { self.key } else { other.key },
-            user: self.user.or(other.user),
-            password: self.password.or(other.password),
-            insecure: self.insecure,
+/// The member that this node is now. Its keys change while it runs; only `member_keys` replaces it.
+pub struct CurrentMember {
+    now: RefCell<ClusterMember>,
+}
+
+impl CurrentMember {
+    pub fn new(member: ClusterMember) -> Self {
+        Self { now: RefCell::new(member) }
+    }
+
+    pub fn borrow(&self) -> Ref<'_, ClusterMember> {
+        self.now.borrow()
+    }
+
+    pub fn replace(&self, member: ClusterMember) {
+        *self.now.borrow_mut() = member;
+    }
+}
+
+/// Returns the edge's options about the cluster.
+pub fn edge_options(member: &ClusterMember, configured: &Configured) -> Arc<ClusterOptions> {
+    Arc::new(ClusterOptions {
+        node: member.node.to_string(),
+        id: member.id.clone(),
+        authorities: member.authorities.clone(),
+        certificate: member.credentials.certificate.clone(),
+        key: member.credentials.key.clone(),
+        probe_key: member.probe_key.clone(),
+        probe_keys_also: member.probe_keys_also.clone(),
+        probe: configured.probe,
+        probe_ms: configured.probe_ms,
+    })
+}
+
+/// How the member of a directory's file reaches the cluster's store.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum StoreAccess {
+    /// There is no member.
+    #[default]
+    None,
+    Safe,
+    /// Others reach it, too, for this reason.
+    Weak(String),
+    /// The file cannot be read, for this reason.
+    Unknown(String),
+}
+
+impl StoreAccess {
+    pub fn of_member(dir: &Path) -> Self {
+        let weakness = |member: ClusterMember| etcd_options(&member.cluster, &member.etcd).weakness();
+        match ClusterMember::load(dir) {
+            Ok(None) => Self::None,
+            Ok(Some(member)) => weakness(member).map_or(Self::Safe, Self::Weak),
+            Err(error) => Self::Unknown(error.to_string()),
         }
     }
 }
 
-impl Member {
-    pub fn opener(&self) -> Opener<'_> {
-        Opener { cluster: &self.cluster, node: &self.node, id: &self.id, identity: &self.identity }
+impl ClusterMember {
+    pub fn opener(&self) -> KeyOpener<'_> {
+        KeyOpener { cluster: &self.cluster, node: &self.node, id: &self.id, identity: &self.identity }
     }
 
-    /// How the store's values are read and written.
+    /// Returns how the store's values are signed and checked.
     pub fn signing(&self) -> RecordSigning {
         RecordSigning::Required(self.records.clone())
     }
 
-    /// Takes over what the store holds of the members' keys. `is_renewed`: with a certificate of the newest authority.
-    pub fn take_over(&mut self, stored: &Stored, keys: &Keys, is_renewed: bool) -> Result<(), PkiError> {
+    /// Takes over the store's present keys of members. `is_renewed` says that there is a
+    /// certificate of the newest CA.
+    pub fn take_over(
+        &mut self,
+        stored: &StoredKeys,
+        keys: &MemberSecrets,
+        is_renewed: bool,
+    ) -> Result<(), PkiError> {
         if is_renewed {
             self.credentials = stored.issue(&self.cluster, keys, &self.node)?;
             self.probe_key.clone_from(&keys.probe);
         }
-        self.known = stored.known(keys)?;
+        self.known = stored.remember(keys)?;
         self.records = signing_keys(&keys.records, &self.records, is_renewed);
         self.authorities.clone_from(&stored.authorities);
         let all = keys.probes_before.iter().chain([&keys.probe]);
@@ -132,7 +152,7 @@ impl Member {
         Ok(())
     }
 
-    /// None: this node is in no cluster.
+    /// Loads the membership. `None` if this node is in no cluster.
     pub fn load(dir: &Path) -> Result<Option<Self>, MemberError> {
         let path = dir.join(FILE);
         let io = |error| MemberError::Io { path: path.clone(), error };
@@ -146,7 +166,8 @@ impl Member {
         read.map(Some).map_err(|error| MemberError::Damaged { path: path.clone(), error })
     }
 
-    /// The old file or the new one is there, whatever happens, and only its owner reads it.
+    /// Saves it atomically: the old or the new file exists, whatever happens, and only its owner
+    /// reads it.
     pub fn save(&self, dir: &Path) -> Result<(), MemberError> {
         let path = dir.join(FILE);
         let draft = dir.join(format!("{FILE}.new"));
@@ -162,15 +183,16 @@ impl Member {
         save().map_err(|error| MemberError::Io { path: path.clone(), error })
     }
 
-    /// Takes the newest authority's key for images over. Those of the authorities before count as long as these are believed.
-    fn take_image_key(&mut self, keys: &Keys, authorities: usize) {
+    /// Takes over the newest CA's key for images. Those of former CAs count while these are
+    /// trusted.
+    fn take_image_key(&mut self, keys: &MemberSecrets, authorities: usize) {
         let newest = keys.image_key();
         self.image_keys.retain(|key| *key != newest);
         self.image_keys.insert(0, newest);
         self.image_keys.truncate(authorities);
     }
 
-    /// From now on it is in no cluster.
+    /// Forgets the membership: from now on this node is in no cluster.
     pub fn forget(dir: &Path) -> Result<(), MemberError> {
         let path = dir.join(FILE);
         match fs::remove_file(&path) {
@@ -180,7 +202,8 @@ impl Member {
     }
 }
 
-/// The keys of records as this node uses them. It signs with the key that it had, as long as that counts and others may not know the newest.
+/// Returns the keys of records as this node uses them. It signs with its former key while that
+/// counts and others may not know the newest.
 fn signing_keys(keys: &RecordKeys, own: &RecordKeys, is_renewed: bool) -> RecordKeys {
     let all = || std::iter::once(keys.current).chain(keys.older.iter().copied());
     let is_kept = !is_renewed && all().any(|key| key == own.current);
@@ -194,15 +217,16 @@ mod tests {
 
     use super::*;
 
-    fn founded() -> (Member, Stored, Keys) {
-        let (node, identity) = (NodeName::new("a").unwrap(), Identity::generate());
+    fn founded() -> (ClusterMember, StoredKeys, MemberSecrets) {
+        let node = NodeName::new("a").unwrap();
+        let identity = WrapIdentity::generate();
         let id = "0".repeat(32);
-        let opener = Opener { cluster: "main", node: &node, id: &id, identity: &identity };
-        let (stored, keys) = Stored::found(&opener).unwrap();
-        let member = Member {
+        let opener = KeyOpener { cluster: "main", node: &node, id: &id, identity: &identity };
+        let (stored, keys) = StoredKeys::create_first(&opener).unwrap();
+        let member = ClusterMember {
             cluster: "main".into(),
-            etcd: Etcd { endpoints: vec!["http://127.0.0.1:2379".into()], ..Etcd::default() },
-            known: stored.known(&keys).unwrap(),
+            etcd: EtcdAccess { endpoints: vec!["http://127.0.0.1:2379".into()], ..EtcdAccess::default() },
+            known: stored.remember(&keys).unwrap(),
             records: keys.records.clone(),
             authorities: stored.authorities.clone(),
             probe_key: keys.probe.clone(),
@@ -216,24 +240,16 @@ mod tests {
         (member, stored, keys)
     }
 
-    fn member() -> Member {
+    fn member() -> ClusterMember {
         founded().0
     }
 
     #[test]
-    fn places_of_etcd_are_hosts_and_ports() {
-        let endpoints =
-            ["http://10.0.0.9:2379", "https://e1.internal", "https://[2001:db8::1]:4001/", "no place"];
-        let etcd = Etcd { endpoints: endpoints.map(String::from).to_vec(), ..Etcd::default() };
-        assert_eq!(etcd.places(), ["10.0.0.9:2379", "e1.internal:2379", "[2001:db8::1]:4001"]);
-    }
-
-    #[test]
-    fn probes_and_images_of_both_keys_count_until_the_exchange_is_over() {
+    fn probes_and_images_of_both_keys_count_during_an_exchange() {
         let (mut member, first, keys) = founded();
         let old = keys.probe.clone();
         let (second, next) = first
-            .exchange("main", &keys, crate::supervisor::cluster::pki::Overlap::UntilRenewed, |_, _| true)
+            .exchange("main", &keys, crate::supervisor::cluster::pki::KeyOverlap::UntilRenewed, |_, _| true)
             .unwrap();
         member.take_over(&second, &next, false).unwrap();
         assert_eq!((&member.probe_key, &member.probe_keys_also), (&old, &vec![next.probe.clone()]));
@@ -254,41 +270,25 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_at_a_join_goes_before_the_token() {
-        let one = |word: &str| Some(word.to_owned());
-        let token = Etcd {
-            endpoints: vec!["https://e1:2379".into()],
-            ca: one("ca"),
-            certificate: one("c"),
-            key: one("k"),
-            ..Etcd::default()
-        };
-        assert_eq!(Etcd::default().or(token.clone()), token);
-        let own = Etcd { certificate: one("own"), key: one("own key"), user: one("u"), ..Etcd::default() };
-        let both = own.clone().or(token.clone());
-        assert_eq!((both.certificate, both.key, both.ca), (own.certificate, own.key, token.ca));
-    }
-
-    #[test]
-    fn a_member_stays_one_until_it_is_forgotten_and_only_its_owner_reads_it() {
+    fn a_members_file_stays_until_forgotten_and_is_private() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("cluster");
-        assert!(Member::load(&dir).unwrap().is_none());
+        assert!(ClusterMember::load(&dir).unwrap().is_none());
         member().save(&dir).unwrap();
         member().save(&dir).unwrap();
-        assert_eq!(Member::load(&dir).unwrap().unwrap().node.as_str(), "a");
+        assert_eq!(ClusterMember::load(&dir).unwrap().unwrap().node.as_str(), "a");
         let mode = fs::metadata(dir.join(FILE)).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        Member::forget(&dir).unwrap();
-        Member::forget(&dir).unwrap();
-        assert!(Member::load(&dir).unwrap().is_none());
+        ClusterMember::forget(&dir).unwrap();
+        ClusterMember::forget(&dir).unwrap();
+        assert!(ClusterMember::load(&dir).unwrap().is_none());
     }
 
     #[test]
     fn a_damaged_file_is_named_and_left_as_it_is() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(FILE), "{}").unwrap();
-        let error = Member::load(dir.path()).err().unwrap().to_string();
+        let error = ClusterMember::load(dir.path()).err().unwrap().to_string();
         assert!(error.contains("member.json"), "{error}");
         assert_eq!(fs::read_to_string(dir.path().join(FILE)).unwrap(), "{}");
     }

@@ -1,11 +1,14 @@
-//! Who may speak as a node of a cluster: the cluster's authority, the keys that only members have, and the certificates of nodes.
+//! The identity of a cluster's nodes: the CA, the keys that only members have, and the certificates
+//! of nodes.
 //!
-//! The members' keys lie in the store, sealed (AES-256-GCM, RFC 5116) under a random key, which is wrapped for each member's own
-//! public key (HPKE, RFC 9180). So nobody opens them who is not on that list: not by an old join token, not by what another member
-//! keeps. A *generation* is one set of these keys. All that the store holds of it carries an authenticator (HMAC-SHA256, RFC 2104) by the
-//! generation before, so a member takes over no keys that somebody without them wrote.
+//! The store has the members' keys sealed (AES-256-GCM, RFC 5116) under a random key. That key is
+//! wrapped for each member's own public key (HPKE, RFC 9180). So only the listed members can open
+//! them; an old join token or another member's data does not help. A *generation* is one set of
+//! these keys. Everything that the store has of it carries an authenticator (HMAC-SHA256, RFC 2104)
+//! by the generation before. So a member takes over no keys that an outsider wrote.
 //!
-//! Not here: join tokens (`token`), the wrapping (`wrap`), where a node keeps what it got (`member`), TLS (`nagaya_edge`).
+//! Not here: join tokens (`token`), the wrapping (`wrap`), where a node keeps its keys (`member`),
+//! TLS (`nagaya_edge`).
 
 pub mod token;
 mod wrap;
@@ -13,9 +16,9 @@ mod wrap;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use nagaya_cmdb::NodeName;
-use nagaya_cmdb::store::etcd::{RECORD_SECRET_LEN, RecordKeys};
 use nagaya_keeper::image::{self, ClusterKey};
+use nagaya_records::NodeName;
+use nagaya_store::etcd::{RECORD_SECRET_LEN, RecordKeys};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose,
@@ -25,30 +28,30 @@ use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use ring::hmac;
 use serde::{Deserialize, Serialize};
 
-pub use self::wrap::Identity;
+pub use self::wrap::WrapIdentity;
 
 /// Bytes of each secret key here.
 const KEY_LEN: usize = 32;
 
-/// Age at which a node's certificate ends. It is renewed when a third of this is left.
+/// Lifetime of a node's certificate. It is renewed when a third of this is left.
 pub const CERTIFICATE_AGE_MAX: Duration = Duration::from_secs(7 * 86_400);
 
-/// Age at which an authority ends: a command exchanges it, time does not.
+/// Lifetime of a CA: a command exchanges it, time does not.
 const AUTHORITY_AGE_MAX: Duration = Duration::from_secs(20 * 365 * 86_400);
 
-/// Certificates hold from so long before they were made, for nodes whose clocks are behind.
+/// Certificates are valid from this long before they were made, for nodes whose clocks are behind.
 const CLOCK_MARGIN: Duration = Duration::from_secs(86_400);
 
-/// Authorities that are believed at once at most: the newest, and those before it until all nodes have new certificates.
+/// Most trusted CAs at once: the newest, and those before it until all nodes have new certificates.
 const AUTHORITIES_MAX: usize = 4;
 
-/// Generations that a member may have missed. One that missed more has to join again.
+/// Generations that a member may have missed. A member that missed more has to join again.
 const GENERATIONS_MAX: usize = 16;
 
-/// Keys of records that are believed beside the newest, until what they signed is signed anew.
+/// Older keys of records that are trusted until their values are signed again.
 const RECORDS_BEFORE_MAX: usize = 8;
 
-/// Members of one cluster at most: their wrapped keys lie in one value of the store.
+/// Most members of one cluster: their wrapped keys are in one value of the store.
 pub const MEMBERS_MAX: usize = 512;
 
 #[derive(Debug, thiserror::Error)]
@@ -82,35 +85,36 @@ pub enum PkiError {
     Made(#[from] rcgen::Error),
     #[error("the system gives no random bytes: {0}")]
     Random(getrandom::Error),
-    #[error("what the store holds of the authority is not understood: {0}")]
+    #[error("the store's data about the certificate authority is not understood: {0}")]
     Stored(#[from] serde_json::Error),
 }
 
-/// One generation of the members' keys, as the store holds it.
+/// One generation of the members' keys, as the store has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Stored {
-    /// One more with each exchange.
+pub struct StoredKeys {
+    /// Grows by one with each exchange.
     pub serial: u64,
-    /// One more with each exchange, and when keys of before end. A join changes nothing of it.
+    /// Grows by one with each exchange, and when former keys end. A join does not change it.
     pub edition: u64,
-    /// PEM: the authority's certificate, and those before it until all nodes have new certificates.
+    /// PEM: the CA's certificate, and those before it until all nodes have new certificates.
     pub authorities: String,
     /// Members that can open `sealed`.
-    pub members: BTreeMap<NodeName, Recipient>,
-    /// Hexadecimal: nonce and sealed [`Keys`].
+    pub members: BTreeMap<NodeName, KeyRecipient>,
+    /// Hexadecimal: nonce and sealed [`MemberSecrets`].
     sealed: String,
-    /// Authenticators of all before, by this generation's key and by those of the generations before.
+    /// Authenticators of all fields above, by this generation's key and by those of the generations
+    /// before.
     proofs: BTreeMap<u64, String>,
 }
 
 /// A member, and the key of `sealed` for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Recipient {
+pub struct KeyRecipient {
     /// As in its record.
     pub id: String,
-    /// Public half of its [`Identity`], hexadecimal.
+    /// Public half of its [`WrapIdentity`], hexadecimal.
     pub public: String,
     wrapped: String,
 }
@@ -118,49 +122,49 @@ pub struct Recipient {
 /// Keys that only members have.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Keys {
+pub struct MemberSecrets {
     /// PEM.
     authority: String,
     /// 64 hexadecimal digits.
     pub probe: String,
-    /// Probes signed with these still count: as long as the authorities before are believed.
+    /// Probes signed with these still count, while the former CAs are trusted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub probes_before: Vec<String>,
-    /// Sign the cluster's records.
+    /// Keys that sign the cluster's records.
     pub records: RecordKeys,
     /// Keys of the authenticators, by generation: the newest [`GENERATIONS_MAX`].
     proofs: BTreeMap<u64, String>,
 }
 
-/// The newest generation that a node has taken over; only what that one vouches for is newer.
+/// The newest generation that a node has taken over. A newer one must carry its authenticator.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Known {
+pub struct KnownGeneration {
     pub serial: u64,
     pub edition: u64,
     proof: String,
 }
 
 /// A member that opens the keys.
-pub struct Opener<'a> {
+pub struct KeyOpener<'a> {
     pub cluster: &'a str,
     pub node: &'a NodeName,
     pub id: &'a str,
-    pub identity: &'a Identity,
+    pub identity: &'a WrapIdentity,
 }
 
-/// What becomes of the authority before, and of the probes' key before.
+/// Treatment of the former CA, and of the probes' former key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Overlap {
+pub enum KeyOverlap {
     /// They count until all nodes have new certificates: no request is lost.
     UntilRenewed,
     /// They end now. Nodes may not understand each other for a moment.
     None,
 }
 
-impl Keys {
-    /// The key that signs orders to move images, and seals these. Made of the authority's key, which no edge has; the key of
-    /// probes every edge has.
+impl MemberSecrets {
+    /// Returns the key that signs and seals orders to transfer images. It is derived from the CA's
+    /// key, which no edge has; every edge has the key of probes.
     pub fn image_key(&self) -> ClusterKey {
         struct Len;
         impl KeyType for Len {
@@ -178,20 +182,20 @@ impl Keys {
 
 /// A node's certificate and its key, PEM.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Credentials {
+pub struct NodeCredentials {
     pub certificate: String,
     pub key: String,
-    /// Serial of the authority that gave it.
+    /// Serial of the CA that issued it.
     pub serial: u64,
-    /// When it has to be made anew, Unix time, seconds.
+    /// When it has to be renewed, Unix time, seconds.
     pub renew_at: u64,
 }
 
-impl Stored {
-    /// A cluster's first generation, with one member.
-    pub fn found(opener: &Opener<'_>) -> Result<(Self, Keys), PkiError> {
+impl StoredKeys {
+    /// Makes a cluster's first generation, with one member.
+    pub fn create_first(opener: &KeyOpener<'_>) -> Result<(Self, MemberSecrets), PkiError> {
         let key = KeyPair::generate()?;
-        let keys = Keys {
+        let keys = MemberSecrets {
             authority: key.serialize_pem(),
             probe: random_key()?,
             probes_before: Vec::new(),
@@ -212,18 +216,18 @@ impl Stored {
         Ok((first.seal(opener.cluster, &keys)?, keys))
     }
 
-    /// The next generation: each of its keys is another one. Only those members get it that `stays` names.
+    /// Makes the next generation: each of its keys is new. Only the members in `stays` get it.
     pub fn exchange(
         &self,
         cluster: &str,
-        keys: &Keys,
-        overlap: Overlap,
-        stays: impl Fn(&NodeName, &Recipient) -> bool,
-    ) -> Result<(Self, Keys), PkiError> {
+        keys: &MemberSecrets,
+        overlap: KeyOverlap,
+        stays: impl Fn(&NodeName, &KeyRecipient) -> bool,
+    ) -> Result<(Self, MemberSecrets), PkiError> {
         let key = KeyPair::generate()?;
         let serial = self.serial + 1;
         let mut authorities = authority(cluster, serial)?.self_signed(&key)?.pem();
-        let mut next = Keys {
+        let mut next = MemberSecrets {
             authority: key.serialize_pem(),
             probe: random_key()?,
             probes_before: Vec::new(),
@@ -234,7 +238,7 @@ impl Stored {
         while next.proofs.len() > GENERATIONS_MAX {
             next.proofs.pop_first();
         }
-        if overlap == Overlap::UntilRenewed {
+        if overlap == KeyOverlap::UntilRenewed {
             if self.count_authorities() >= AUTHORITIES_MAX || keys.records.older.len() >= RECORDS_BEFORE_MAX {
                 return Err(PkiError::Exchanging);
             }
@@ -249,25 +253,25 @@ impl Stored {
         Ok((stored.seal(cluster, &next)?, next))
     }
 
-    /// Only the newest authority and the newest key of probes count from now on.
-    pub fn forget_old(&self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+    /// Makes only the newest CA and the newest key of probes count from now on.
+    pub fn forget_old(&self, cluster: &str, keys: &MemberSecrets) -> Result<Self, PkiError> {
         let authorities = first_certificate(&self.authorities).to_owned();
-        let keys = Keys { probes_before: Vec::new(), ..keys.clone() };
+        let keys = MemberSecrets { probes_before: Vec::new(), ..keys.clone() };
         Self { edition: self.edition + 1, authorities, ..self.clone() }.seal(cluster, &keys)
     }
 
-    /// Only the newest key of records counts from now on.
-    pub fn forget_old_records(&self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+    /// Makes only the newest key of records count from now on.
+    pub fn forget_old_records(&self, cluster: &str, keys: &MemberSecrets) -> Result<Self, PkiError> {
         let records = RecordKeys { older: Vec::new(), ..keys.records.clone() };
-        let keys = Keys { records, ..keys.clone() };
+        let keys = MemberSecrets { records, ..keys.clone() };
         Self { edition: self.edition + 1, ..self.clone() }.seal(cluster, &keys)
     }
 
-    /// The same generation with one more member.
+    /// Returns the same generation with one more member.
     pub fn with_member(
         &self,
         cluster: &str,
-        keys: &Keys,
+        keys: &MemberSecrets,
         node: &NodeName,
         id: &str,
         public: &str,
@@ -280,24 +284,24 @@ impl Stored {
         Self { members, ..self.clone() }.seal(cluster, keys)
     }
 
-    /// Whether the authorities before, and the keys of probes before, still count.
+    /// Returns whether the former CAs, and the former keys of probes, still count.
     pub fn is_exchanging(&self) -> bool {
         self.count_authorities() > 1
     }
 
-    /// Authorities that are believed.
+    /// Returns the number of trusted CAs.
     pub fn count_authorities(&self) -> usize {
         self.authorities.matches("-----BEGIN CERTIFICATE-----").count()
     }
 
-    /// Opens what is sealed. Refuses what no member of the generation `known` wrote.
-    pub fn open(&self, opener: &Opener<'_>, known: &Known) -> Result<Keys, PkiError> {
+    /// Opens the sealed keys. Fails unless a member of the generation `known` wrote them.
+    pub fn open(&self, opener: &KeyOpener<'_>, known: &KnownGeneration) -> Result<MemberSecrets, PkiError> {
         self.verify(opener.cluster, known)?;
         self.open_own(opener)
     }
 
-    /// The same for the node that founded the cluster, which knows no generation yet.
-    pub fn open_own(&self, opener: &Opener<'_>) -> Result<Keys, PkiError> {
+    /// Does the same for the node that founded the cluster, which knows no generation yet.
+    pub fn open_own(&self, opener: &KeyOpener<'_>) -> Result<MemberSecrets, PkiError> {
         let recipient = self.members.get(opener.node).filter(|recipient| recipient.id == opener.id);
         let recipient = recipient.ok_or(PkiError::NotForUs)?;
         let info = wrap_info(opener.cluster, self.serial, opener.node, opener.id);
@@ -306,9 +310,9 @@ impl Stored {
         Ok(serde_json::from_slice(&bytes)?)
     }
 
-    /// It was written by who had the keys of this generation.
-    pub fn verify(&self, cluster: &str, known: &Known) -> Result<(), PkiError> {
-        // An older one that somebody put back brings back what has ended.
+    /// Checks that the writer had the keys of this generation.
+    pub fn verify(&self, cluster: &str, known: &KnownGeneration) -> Result<(), PkiError> {
+        // An older one that was put back would restore ended keys.
         if self.serial < known.serial || self.edition < known.edition {
             return Err(PkiError::Forged);
         }
@@ -318,8 +322,13 @@ impl Stored {
         hmac::verify(&key, &self.proven(cluster), &proof).map_err(|_| PkiError::Forged)
     }
 
-    /// A certificate for the node, from the newest authority.
-    pub fn issue(&self, cluster: &str, keys: &Keys, node: &NodeName) -> Result<Credentials, PkiError> {
+    /// Issues a certificate for the node, from the newest CA.
+    pub fn issue(
+        &self,
+        cluster: &str,
+        keys: &MemberSecrets,
+        node: &NodeName,
+    ) -> Result<NodeCredentials, PkiError> {
         let key = KeyPair::generate()?;
         let signer = Issuer::new(authority(cluster, self.serial)?, KeyPair::from_pem(&keys.authority)?);
         let mut params = CertificateParams::new(vec![dns_name(node)])?;
@@ -329,22 +338,22 @@ impl Stored {
         hold(&mut params, CERTIFICATE_AGE_MAX);
         let renew_at = unix_now() + CERTIFICATE_AGE_MAX.as_secs() / 3 * 2;
         let certificate = params.signed_by(&key, &signer)?.pem();
-        Ok(Credentials { certificate, key: key.serialize_pem(), serial: self.serial, renew_at })
+        Ok(NodeCredentials { certificate, key: key.serialize_pem(), serial: self.serial, renew_at })
     }
 
-    /// What a node remembers of this generation.
-    pub fn known(&self, keys: &Keys) -> Result<Known, PkiError> {
+    /// Returns the data of this generation that a node remembers.
+    pub fn remember(&self, keys: &MemberSecrets) -> Result<KnownGeneration, PkiError> {
         let proof = keys.proofs.get(&self.serial).cloned().ok_or(PkiError::Forged)?;
-        Ok(Known { serial: self.serial, edition: self.edition, proof })
+        Ok(KnownGeneration { serial: self.serial, edition: self.edition, proof })
     }
 
-    /// With these keys in it, for its members.
-    fn seal(self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+    /// Returns it with these keys sealed for its members.
+    fn seal(self, cluster: &str, keys: &MemberSecrets) -> Result<Self, PkiError> {
         let mut stored = self;
         let key = random::<KEY_LEN>()?;
         for (node, recipient) in &mut stored.members {
             let info = wrap_info(cluster, stored.serial, node, &recipient.id);
-            // A member whose public key is none cannot be given anything.
+            // A member with an invalid public key cannot get the keys.
             recipient.wrapped = wrap::wrap(&recipient.public, &key, &info).ok_or(PkiError::NotForUs)?;
         }
         stored.sealed = seal(&key, &serde_json::to_vec(keys)?, &stored.body(cluster))?;
@@ -357,7 +366,7 @@ impl Stored {
         Ok(stored)
     }
 
-    /// All but what is sealed and the authenticators.
+    /// Returns everything except the sealed keys and the authenticators.
     fn body(&self, cluster: &str) -> Vec<u8> {
         let Self { serial, edition, authorities, members, .. } = self;
         let body = ("nagaya members' keys", cluster, serial, edition, authorities, members);
@@ -371,21 +380,21 @@ impl Stored {
 
 const _: () = assert!(RECORD_SECRET_LEN == KEY_LEN);
 
-/// The next key of records. What those before have signed counts until it is signed anew.
+/// Returns the next key of records. Values of the former ones count until they are signed again.
 fn next_records(records: &RecordKeys) -> Result<RecordKeys, PkiError> {
     let (id, _) = records.current;
     let older = std::iter::once(records.current).chain(records.older.iter().copied()).collect();
     Ok(RecordKeys { current: (id + 1, random()?), older })
 }
 
-impl Credentials {
+impl NodeCredentials {
     pub fn is_due(&self, serial: u64) -> bool {
         self.serial != serial || unix_now() >= self.renew_at
     }
 }
 
-fn member(node: &NodeName, id: &str, public: &str) -> (NodeName, Recipient) {
-    (node.clone(), Recipient { id: id.into(), public: public.into(), wrapped: String::new() })
+fn member(node: &NodeName, id: &str, public: &str) -> (NodeName, KeyRecipient) {
+    (node.clone(), KeyRecipient { id: id.into(), public: public.into(), wrapped: String::new() })
 }
 
 /// Binds a wrapped key to its cluster, generation and member.
@@ -397,13 +406,14 @@ fn proof_key(text: &str) -> Option<hmac::Key> {
     Some(hmac::Key::new(hmac::HMAC_SHA256, &from_hex(text).filter(|key| key.len() == KEY_LEN)?))
 }
 
-/// The name in a node's certificate.
+/// Returns the name in a node's certificate.
 fn dns_name(node: &NodeName) -> String {
-    // A node's name may hold `_`, which a DNS name in a certificate may as well (RFC 5280 leaves it to the profile).
+    // A node's name may have `_`. So may a DNS name in a certificate (RFC 5280 leaves it to the
+    // profile).
     format!("{node}.nagaya.internal")
 }
 
-/// An authority's certificate, the same each time it is asked for, so that only its key has to be kept.
+/// Returns a CA's certificate. It is the same each time, so only its key must be stored.
 fn authority(cluster: &str, serial: u64) -> Result<CertificateParams, PkiError> {
     let mut params = CertificateParams::new(Vec::new())?;
     params.distinguished_name = common_name(&format!("nagaya {cluster} authority {serial}"));
@@ -419,7 +429,7 @@ fn common_name(common: &str) -> DistinguishedName {
     name
 }
 
-/// Sets the times between which a certificate holds.
+/// Sets the validity of a certificate.
 pub fn hold(params: &mut CertificateParams, age: Duration) {
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let now = Duration::from_secs(unix_now());
@@ -440,14 +450,14 @@ pub fn unix_now() -> u64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs()
 }
 
-/// A new node's id.
+/// Returns a new node's id.
 pub fn node_id() -> Result<String, PkiError> {
     Ok(to_hex(&random::<16>()?))
 }
 
 /// Seals under a key that is random or used once.
 fn seal(key: &[u8; KEY_LEN], text: &[u8], bound: &[u8]) -> Result<String, PkiError> {
-    // At random: each key here seals once, far from where 96 bits would repeat.
+    // The nonce is random: each key here seals once, far from where 96 bits would repeat.
     let nonce = random::<NONCE_LEN>()?;
     let mut bytes = text.to_vec();
     aead(key)
@@ -456,7 +466,7 @@ fn seal(key: &[u8; KEY_LEN], text: &[u8], bound: &[u8]) -> Result<String, PkiErr
     Ok(to_hex(&nonce) + &to_hex(&bytes))
 }
 
-/// `None` if it was sealed under another key, or bound to something else.
+/// Opens a sealed text. `None` if it was sealed under another key, or bound to something else.
 fn open(key: &[u8; KEY_LEN], sealed: &str, bound: &[u8]) -> Option<Vec<u8>> {
     let mut bytes = from_hex(sealed)?;
     let (nonce, sealed) = bytes.split_at_mut_checked(NONCE_LEN)?;

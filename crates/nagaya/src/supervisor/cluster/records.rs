@@ -1,37 +1,38 @@
-//! The store as the rest of the node sees it: this node's own file, and in a cluster the same file as a copy of what the
-//! cluster's store holds. Reading is the same either way; changes go where the truth is.
+//! The store for the rest of the node: this node's own file. In a cluster it is a copy of the
+//! cluster's store. Reading is the same in both cases; changes go to the authoritative store.
 //!
-//! Not here: either store (`nagaya_cmdb`).
+//! Not here: either store (`nagaya_records`).
 
 use std::sync::Arc;
 
-use nagaya_cmdb::store::{
-    ClusterStore, Committed, Counts, Mode, RedbStore, Select, Store, StoreError, TransactionError, Visitor,
+use nagaya_records::{NodeRecord, Placement, RecordChange, RuleRecord, Setting, Site, Tenant, TicketKeys};
+use nagaya_store::{
+    ChangeMode, ClusterStore, CommittedChanges, RecordCounts, RedbStore, SiteFilter, Store, StoreError,
+    TransactionError, Visitor,
 };
-use nagaya_cmdb::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, TicketKeys};
 use parking_lot::RwLock;
 
-pub struct Records {
+pub struct NodeRecords {
     file: Arc<RedbStore>,
     cluster: RwLock<Option<Arc<ClusterStore>>>,
 }
 
-impl Records {
+impl NodeRecords {
     pub fn new(file: RedbStore) -> Self {
         Self { file: Arc::new(file), cluster: RwLock::default() }
     }
 
-    /// This node's file, which a cluster's store keeps in step.
+    /// Returns this node's file, which a cluster's store keeps up to date.
     pub fn file(&self) -> &Arc<RedbStore> {
         &self.file
     }
 
-    /// From now on changes go to the cluster's store.
+    /// Sends changes to the cluster's store from now on.
     pub fn follow(&self, cluster: Arc<ClusterStore>) {
         *self.cluster.write() = Some(cluster);
     }
 
-    /// Changes go nowhere else than into the file from now on, until a cluster is followed again.
+    /// Sends changes only to the file from now on, until a cluster is followed again.
     pub fn unfollow(&self) {
         *self.cluster.write() = None;
     }
@@ -41,12 +42,12 @@ impl Records {
     }
 }
 
-impl Store for Records {
+impl Store for NodeRecords {
     fn revision(&self) -> Result<u64, StoreError> {
         self.file.revision()
     }
 
-    fn counts(&self) -> Result<Counts, StoreError> {
+    fn counts(&self) -> Result<RecordCounts, StoreError> {
         self.file.counts()
     }
 
@@ -62,7 +63,7 @@ impl Store for Records {
         self.file.tenants(after, limit)
     }
 
-    fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError> {
+    fn sites(&self, select: &SiteFilter) -> Result<Vec<Site>, StoreError> {
         self.file.sites(select)
     }
 
@@ -74,11 +75,11 @@ impl Store for Records {
         self.file.settings(after, limit)
     }
 
-    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError> {
+    fn rule(&self, name: &str) -> Result<Option<RuleRecord>, StoreError> {
         self.file.rule(name)
     }
 
-    fn rules(&self) -> Result<Vec<Rule>, StoreError> {
+    fn rules(&self) -> Result<Vec<RuleRecord>, StoreError> {
         self.file.rules()
     }
 
@@ -106,7 +107,7 @@ impl Store for Records {
         &self,
         keys: TicketKeys,
         seen: Option<&TicketKeys>,
-    ) -> Result<Option<Committed>, StoreError> {
+    ) -> Result<Option<CommittedChanges>, StoreError> {
         match self.cluster() {
             Some(cluster) => cluster.put_ticket_keys(keys, seen),
             None => self.file.put_ticket_keys(keys, seen),
@@ -117,7 +118,11 @@ impl Store for Records {
         self.file.walk(visit)
     }
 
-    fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError> {
+    fn transaction(
+        &self,
+        changes: Vec<RecordChange>,
+        mode: ChangeMode,
+    ) -> Result<CommittedChanges, TransactionError> {
         match self.cluster() {
             Some(cluster) => cluster.transaction(changes, mode),
             None => self.file.transaction(changes, mode),
@@ -131,7 +136,8 @@ impl Store for Records {
         }
     }
 
-    /// The cluster's. While it cannot be asked, at least what this node's file knows: an export is possible without etcd.
+    /// Returns the cluster's value. If it is unreachable, this is at least the value of this node's
+    /// file: an export is possible without etcd.
     fn next_uid(&self) -> Result<u32, StoreError> {
         let own = self.file.next_uid()?;
         match self.cluster().map(|cluster| cluster.next_uid()) {

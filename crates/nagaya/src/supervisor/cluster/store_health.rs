@@ -1,25 +1,25 @@
-//! Whether the cluster's store can be trusted: how it is reached, and what in it does not count.
+//! Health of the cluster's store: how it is reached, and which of its values do not count.
 //!
-//! Not here: deciding either (`nagaya_cmdb`).
+//! Not here: deciding either (`nagaya_records`).
 
 use std::sync::{Arc, Weak};
 
-use nagaya_cmdb::store::ClusterStore;
-use nagaya_cmdb::store::etcd::Refusals;
+use nagaya_store::ClusterStore;
+use nagaya_store::etcd::RefusedValues;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::supervisor::exposition::Page;
+use crate::supervisor::exposition::MetricPage;
 
-/// Shared by the cluster's thread and those who ask about the node.
+/// Shared by the cluster's thread and queries about the node.
 #[derive(Default)]
 pub struct StoreHealth {
-    state: Mutex<State>,
+    state: Mutex<HealthState>,
 }
 
 #[derive(Default)]
-struct State {
-    /// Why others can reach the store. `None`: they cannot, or there is none.
+struct HealthState {
+    /// Why others can reach the store. `None` if they cannot, or if there is none.
     weakness: Option<String>,
     store: Weak<ClusterStore>,
 }
@@ -33,16 +33,16 @@ impl StoreHealth {
         self.state.lock().store = Arc::downgrade(store);
     }
 
-    fn refusals(&self) -> Refusals {
+    fn refusals(&self) -> RefusedValues {
         let store = self.state.lock().store.upgrade();
         store.map(|store| store.refusals()).unwrap_or_default()
     }
 
-    /// `null` while there is nothing to say.
+    /// Returns the status; `null` while there is nothing to report.
     pub fn status(&self) -> Value {
         let weakness = self.state.lock().weakness.clone();
         let refusals = self.refusals();
-        if weakness.is_none() && refusals == Refusals::default() {
+        if weakness.is_none() && refusals == RefusedValues::default() {
             return Value::Null;
         }
         json!({
@@ -53,7 +53,7 @@ impl StoreHealth {
         })
     }
 
-    pub fn expose(&self, page: &mut Page) {
+    pub fn expose(&self, page: &mut MetricPage) {
         let one = |value| [(String::new(), value)];
         let refusals = self.refusals();
         page.family(
@@ -65,7 +65,7 @@ impl StoreHealth {
         page.family(
             "nagaya_cluster_values_refused",
             "gauge",
-            "Such values that stand in the cluster's store now.",
+            "Such values that are in the cluster's store now.",
             &one(refusals.standing as u64),
         );
         page.family(

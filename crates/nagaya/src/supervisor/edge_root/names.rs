@@ -1,7 +1,8 @@
-//! Copies of the files by which names of hosts are resolved, for an edge that does not see `/etc`.
+//! Copies of the files for host name resolution, for an edge that does not see `/etc`.
 //!
-//! Such a file is often a link to somewhere else, and is replaced as a whole by whoever manages the network. A copy is put in
-//! place as a whole too, so the C library reads the old one or the new one (resolver(5)).
+//! Such a file is often a link to somewhere else, and the network manager replaces it as a whole. A
+//! copy is put in place as a whole, too. So the C library reads the old one or the new one
+//! (resolver(5)).
 
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read as _, Write as _};
@@ -12,31 +13,31 @@ use std::path::Path;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What the C library reads before it asks a name server.
+/// Files that the C library reads before it queries a name server.
 pub const FILES: [&str; 5] = ["resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf"];
 
 /// Longest such file, bytes. Lists of hosts that block advertisements have up to some megabytes.
 pub const COPY_BYTES_MAX: u64 = 8 << 20;
 
-/// Where they are on the node.
+/// Their directory on the node.
 const DIRECTORY: &str = "/etc";
 
-/// A copy is written under this name first.
+/// Temporary name of a new copy.
 const DRAFT: &str = ".new";
 
-/// Which version of each file was copied. `None`: there is none.
+/// The copied version of each file. `None` if there is none.
 #[derive(Debug, Default)]
-pub struct Copies([Option<Stamp>; FILES.len()]);
+pub struct FileCopies([Option<CopyStamp>; FILES.len()]);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Stamp {
+struct CopyStamp {
     file: (u64, u64),
     len: u64,
     modified: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Stamp {
+impl CopyStamp {
     fn of(metadata: &Metadata) -> Self {
         Self {
             file: (metadata.dev(), metadata.ino()),
@@ -47,8 +48,8 @@ impl Stamp {
     }
 }
 
-impl Copies {
-    /// Makes what is in this directory what is on the node.
+impl FileCopies {
+    /// Makes the files in this directory match those of the node.
     pub fn refresh(&mut self, to: &OwnedFd) -> io::Result<()> {
         self.refresh_from(Path::new(DIRECTORY), to)
     }
@@ -56,7 +57,8 @@ impl Copies {
     fn refresh_from(&mut self, from: &Path, to: &OwnedFd) -> io::Result<()> {
         for (name, seen) in FILES.iter().zip(&mut self.0) {
             let path = from.join(name);
-            let now = fs::metadata(&path).ok().filter(Metadata::is_file).map(|metadata| Stamp::of(&metadata));
+            let now =
+                fs::metadata(&path).ok().filter(Metadata::is_file).map(|metadata| CopyStamp::of(&metadata));
             if now == *seen {
                 continue;
             }
@@ -83,7 +85,7 @@ fn copy(from: &Path, name: &str, to: &OwnedFd) -> io::Result<()> {
     }
     let flags = OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut draft: File = rustix::fs::openat(to, DRAFT, flags, Mode::from_raw_mode(0o644))?.into();
-    // The umask may have taken the others' bit away.
+    // The umask may have removed the others' bit.
     draft.set_permissions(fs::Permissions::from_mode(0o644))?;
     draft.write_all(&text)?;
     Ok(rustix::fs::renameat(to, DRAFT, to, name)?)
@@ -97,9 +99,10 @@ mod tests {
 
     #[test]
     fn copies_follow_what_is_written_replaced_linked_and_removed() {
-        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let from = tempfile::tempdir().unwrap();
+        let to = tempfile::tempdir().unwrap();
         let directory: OwnedFd = File::open(to.path()).unwrap().into();
-        let mut copies = Copies::default();
+        let mut copies = FileCopies::default();
         let mut copied = |name: &str| {
             copies.refresh_from(from.path(), &directory).unwrap();
             fs::read_to_string(to.path().join(name)).ok()

@@ -1,7 +1,7 @@
-//! What the edge is to see of the node's file system, by what lies at each path now.
+//! Plans the part of the node's file system that the edge sees, by the present files at each path.
 //!
-//! A path may lead through symbolic links. The edge gets the same links, and what they lead to at its own path, so that a
-//! link means there what it means on the node. Not here: mounting (`super`).
+//! A path may lead through symbolic links. The edge gets the same links, and their targets at their
+//! own paths. So a link means the same there as on the node. Not here: mounting (`super`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
@@ -12,59 +12,62 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
 use rustix::io::Errno;
 
-/// Links on the way to a file: the kernel's own bound (path_resolution(7)).
+/// Links on the way to a file: the kernel's own limit (path_resolution(7)).
 const LINKS_MAX: usize = 40;
 
-/// Something that the edge opens by a path.
+/// A path that the edge opens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Wish {
-    /// A rule file, whose directory the edge watches: all of the directory is shown.
+pub enum WantedPath {
+    /// A rule file. The edge watches its directory, so the whole directory is shown.
     Rule(PathBuf),
     /// This file.
     Read(PathBuf),
     Write(PathBuf),
 }
 
-/// Which file or directory it is: device, inode and mount.
+/// Identity of a file or directory: device, inode and mount.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Identity((u32, u32), u64, u64);
+pub struct PlanIdentity((u32, u32), u64, u64);
 
-/// A mount that the edge sees, at its path on the node without links.
+/// A mount for the edge, at its path on the node without links.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RootPlace {
     pub path: PathBuf,
     pub is_directory: bool,
     pub is_writable: bool,
-    pub identity: Identity,
+    pub identity: PlanIdentity,
 }
 
-/// All that the edge sees.
+/// Everything that the edge sees.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct RootPlan {
     /// Symbolic links, by their paths.
     pub links: BTreeMap<PathBuf, PathBuf>,
-    /// Those above first.
-    pub places: Vec<Place>,
+    /// Parents first.
+    pub places: Vec<RootPlace>,
 }
 
-impl Plan {
-    /// What is not there now is left out.
-    pub fn of(wishes: &[Wish]) -> Self {
+impl RootPlan {
+    /// Makes a plan. Absent files are left out.
+    pub fn resolve_paths(wishes: &[WantedPath]) -> Self {
         let mut plan = Self::default();
         let mut files = Vec::new();
         for wish in wishes {
             match wish {
-                Wish::Rule(path) => files.extend(plan.take_rule(path).map(|path| (path, false))),
-                Wish::Read(path) => files.extend(plan.resolve(path).ok().map(|path| (path, false))),
-                Wish::Write(path) => files.extend(plan.resolve(path).ok().map(|path| (path, true))),
+                WantedPath::Rule(path) => files.extend(plan.take_rule(path).map(|path| (path, false))),
+                WantedPath::Read(path) => files.extend(plan.resolve(path).ok().map(|path| (path, false))),
+                WantedPath::Write(path) => files.extend(plan.resolve(path).ok().map(|path| (path, true))),
             }
         }
         plan.places.sort_by(|a, b| a.path.cmp(&b.path));
         plan.places.dedup_by(|inner, outer| inner.path.starts_with(&outer.path));
         for (path, is_writable) in files {
-            let is_shown = plan.places.iter().any(|place| match place.is_directory {
-                true => !is_writable && path.starts_with(&place.path),
-                false => place.path == path,
+            let is_shown = plan.places.iter().any(|place| {
+                if place.is_directory {
+                    !is_writable && path.starts_with(&place.path)
+                } else {
+                    place.path == path
+                }
             });
             if !is_shown {
                 plan.places.extend(place(path, is_writable));
@@ -76,8 +79,8 @@ impl Plan {
         plan
     }
 
-    /// Adds the directory of a rule file, and the one in which it really is. Returns the file itself where its directory is one
-    /// right beneath `/`: that has more in it than rules, and is not shown.
+    /// Adds the directory of a rule file, and the one in which it really is. Returns the file
+    /// itself if its directory is directly below `/`: that has more than rules, and is not shown.
     fn take_rule(&mut self, path: &Path) -> Option<PathBuf> {
         let parent = path.parent()?;
         let file = self.resolve(path).ok();
@@ -90,26 +93,26 @@ impl Plan {
         file.filter(|file| file.parent().is_some_and(|parent| is_wide(&parent.to_path_buf())))
     }
 
-    /// Whether a directory is shown in which this lies.
+    /// Returns whether a directory is shown that contains this.
     pub fn is_beneath_directory(&self, path: &Path) -> bool {
         let mut directories = self.places.iter().filter(|place| place.is_directory);
         directories.any(|place| path != place.path && path.starts_with(&place.path))
     }
 
-    /// What has to be taken away of what is shown, the lowest first, and what has to be shown.
-    pub fn differences(&self, shown: &Self) -> (Vec<PathBuf>, Vec<&Place>) {
-        let is_same = |place: &&Place, other: &Self| other.places.contains(place);
+    /// Returns the shown paths that must go, the lowest first, and the places that must be shown.
+    pub fn differences(&self, shown: &Self) -> (Vec<PathBuf>, Vec<&RootPlace>) {
+        let is_same = |place: &&RootPlace, other: &Self| other.places.contains(place);
         let changed: Vec<&Path> = (shown.places.iter().filter(|place| !is_same(place, self)))
             .chain(self.places.iter().filter(|place| !is_same(place, shown)))
             .map(|place| place.path.as_path())
             .collect();
-        // What lies beneath goes and comes with it.
-        let is_concerned = |place: &&Place| changed.iter().any(|path| place.path.starts_with(path));
+        // Children go and come with it.
+        let is_concerned = |place: &&RootPlace| changed.iter().any(|path| place.path.starts_with(path));
         let stale = shown.places.iter().filter(is_concerned).rev().map(|place| place.path.clone()).collect();
         (stale, self.places.iter().filter(is_concerned).collect())
     }
 
-    /// The path without links. Those on the way are noted.
+    /// Returns the path without links. Links on the way are noted.
     fn resolve(&mut self, path: &Path) -> io::Result<PathBuf> {
         let mut at = PathBuf::from("/");
         let mut rest = names(path);
@@ -139,20 +142,20 @@ impl Plan {
     }
 }
 
-/// The parts of a path, `..` among them.
+/// Returns the components of a path, including `..`.
 fn names(path: &Path) -> VecDeque<OsString> {
     let named = path.components().filter(|part| !matches!(part, Component::RootDir | Component::CurDir));
     named.map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// None: it is gone meanwhile.
-fn place(path: PathBuf, is_writable: bool) -> Option<Place> {
+/// Returns the place. `None` if it has gone meanwhile.
+fn place(path: PathBuf, is_writable: bool) -> Option<RootPlace> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     let mask = StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID;
     let stat = rustix::fs::statx(CWD, &path, flags, mask).ok()?;
     let is_directory = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory;
-    let identity = Identity((stat.stx_dev_major, stat.stx_dev_minor), stat.stx_ino, stat.stx_mnt_id);
-    Some(Place { path, is_directory, is_writable, identity })
+    let identity = PlanIdentity((stat.stx_dev_major, stat.stx_dev_minor), stat.stx_ino, stat.stx_mnt_id);
+    Some(RootPlace { path, is_directory, is_writable, identity })
 }
 
 #[cfg(test)]
@@ -162,8 +165,8 @@ mod tests {
     use super::*;
 
     /// Paths of all places beneath a directory, with `/` behind directories and `!` behind what is writable.
-    fn shown(plan: &Plan, top: &Path) -> Vec<String> {
-        let text = |place: &Place| {
+    fn shown(plan: &RootPlan, top: &Path) -> Vec<String> {
+        let text = |place: &RootPlace| {
             let path = place.path.strip_prefix(top).unwrap().display();
             format!(
                 "{path}{}{}",
@@ -175,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_directory_of_a_rule_is_shown_and_the_one_its_link_leads_to() {
+    fn a_rules_directory_and_its_links_target_are_shown() {
         let dir = tempfile::tempdir().unwrap();
         let top = fs::canonicalize(dir.path()).unwrap();
         fs::create_dir_all(top.join("releases/1")).unwrap();
@@ -184,7 +187,7 @@ mod tests {
         symlink("../releases/1/a.rb", top.join("rules/a.rb")).unwrap();
         symlink("releases/1", top.join("current")).unwrap();
         let rules = ["rules/a.rb", "rules/missing.rb", "current/a.rb", "nowhere/a.rb"];
-        let plan = Plan::of(&rules.map(|rule| Wish::Rule(top.join(rule))));
+        let plan = RootPlan::resolve_paths(&rules.map(|rule| WantedPath::Rule(top.join(rule))));
         assert_eq!(shown(&plan, &top), ["releases/1/", "rules/"]);
         let links: Vec<_> = plan.links.iter().collect();
         assert_eq!(
@@ -202,20 +205,20 @@ mod tests {
         for file in ["etc/rules/a.rb", "etc/b.rb", "etc/rules/access.log", "socket"] {
             fs::write(top.join(file), "").unwrap();
         }
-        let plan = Plan::of(&[
-            Wish::Read(top.join("socket")),
-            Wish::Rule(top.join("etc/rules/a.rb")),
-            Wish::Rule(top.join("etc/b.rb")),
-            Wish::Write(top.join("etc/rules/access.log")),
-            Wish::Read(top.join("etc/rules/a.rb")),
-            Wish::Read(top.join("gone")),
+        let plan = RootPlan::resolve_paths(&[
+            WantedPath::Read(top.join("socket")),
+            WantedPath::Rule(top.join("etc/rules/a.rb")),
+            WantedPath::Rule(top.join("etc/b.rb")),
+            WantedPath::Write(top.join("etc/rules/access.log")),
+            WantedPath::Read(top.join("etc/rules/a.rb")),
+            WantedPath::Read(top.join("gone")),
         ]);
         assert_eq!(shown(&plan, &top), ["etc/", "etc/rules/access.log!", "socket"]);
     }
 
     #[test]
     fn of_a_directory_right_beneath_the_root_only_the_file_is_shown() {
-        let plan = Plan::of(&[Wish::Rule("/etc/passwd".into())]);
+        let plan = RootPlan::resolve_paths(&[WantedPath::Rule("/etc/passwd".into())]);
         let shown: Vec<_> = plan.places.iter().map(|place| (&*place.path, place.is_directory)).collect();
         assert_eq!(shown, [(Path::new("/etc/passwd"), false)]);
     }
@@ -225,9 +228,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let top = fs::canonicalize(dir.path()).unwrap();
         let wishes = [
-            Wish::Rule(top.join("rules/a.rb")),
-            Wish::Write(top.join("rules/log")),
-            Wish::Read(top.join("socket")),
+            WantedPath::Rule(top.join("rules/a.rb")),
+            WantedPath::Write(top.join("rules/log")),
+            WantedPath::Read(top.join("socket")),
         ];
         let make = || {
             fs::create_dir(top.join("rules")).unwrap();
@@ -235,20 +238,20 @@ mod tests {
         };
         make();
         fs::write(top.join("socket"), "").unwrap();
-        let first = Plan::of(&wishes);
-        assert_eq!(first.differences(&Plan::default()).1.len(), 3);
+        let first = RootPlan::resolve_paths(&wishes);
+        assert_eq!(first.differences(&RootPlan::default()).1.len(), 3);
         assert_eq!(first.differences(&first), (Vec::new(), Vec::new()));
         // A new log: it alone.
         fs::rename(top.join("rules/log"), top.join("rules/log.1")).unwrap();
         fs::write(top.join("rules/log"), "").unwrap();
-        let second = Plan::of(&wishes);
+        let second = RootPlan::resolve_paths(&wishes);
         let (stale, new) = second.differences(&first);
         assert_eq!(stale, [top.join("rules/log")]);
         assert_eq!(new.iter().map(|place| &place.path).collect::<Vec<_>>(), [&top.join("rules/log")]);
         // Another directory: all that lies in it, too.
         fs::rename(top.join("rules"), top.join("old")).unwrap();
         make();
-        let third = Plan::of(&wishes);
+        let third = RootPlan::resolve_paths(&wishes);
         let (stale, new) = third.differences(&second);
         assert_eq!(stale, [top.join("rules/log"), top.join("rules")]);
         assert_eq!(

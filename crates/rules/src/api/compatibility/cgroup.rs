@@ -1,8 +1,8 @@
 //! The table for `Cgroup` of mruby-cgroup.
 
-use super::Class;
-use super::Row;
-use super::Support::{Differs, Missing, Same};
+use crate::api::compatibility::class::MethodRow;
+use crate::api::compatibility::class::MethodSupport::{Differs, Missing, Same};
+use crate::api::compatibility::class::UpstreamClass;
 
 const NEW: &str = "anything but a String is a `TypeError`; with a name that cannot be (`/` inside, `..`) \
     the object does nothing, and the log says so";
@@ -21,63 +21,63 @@ const NO_SWAP: &str = "read back, but not set, and logged: nagaya sets no limits
 const NO_OOM: &str =
     "read back, but not set, and logged: what runs out of memory is ended, never left standing";
 
-/// What all six classes have.
+/// Methods that all six classes have.
 macro_rules! group {
     ($name:literal, $($row:expr),* $(,)?) => {
-        Class {
+        UpstreamClass {
             name: $name,
             rows: &[
-                Row(".new", Differs(NEW)),
-                Row("create modify open", Differs(OPEN)),
-                Row("delete close", Differs(DELETE)),
-                Row("attach", Differs(ATTACH)),
-                Row("exist?", Differs(EXIST)),
-                Row("group_name root_attach", Same),
+                MethodRow(".new", Differs(NEW)),
+                MethodRow("create modify open", Differs(OPEN)),
+                MethodRow("delete close", Differs(DELETE)),
+                MethodRow("attach", Differs(ATTACH)),
+                MethodRow("exist?", Differs(EXIST)),
+                MethodRow("group_name root_attach", Same),
                 $($row),*
             ],
         }
     };
 }
 
-pub const CLASSES: &[Class] = &[
-    Class {
+pub const CLASSES: &[UpstreamClass] = &[
+    UpstreamClass {
         name: "Cgroup",
-        rows: &[Row(
+        rows: &[MethodRow(
             ".create .modify .open .delete .close .attach .exist? .group_name",
             Missing("upstream reads memory that is not there; call them on an object"),
         )],
     },
     group!(
         "Cgroup::CPU",
-        Row("detach", Same),
-        Row("shares shares=", Differs("2 to 10000; above and below is set to the nearest and logged")),
-        Row("cfs_quota_us cfs_quota_us= cfs_period_us cfs_period_us=", Differs(PERIOD)),
-        Row("rt_period_us rt_period_us= rt_runtime_us rt_runtime_us=", Differs(NOT_A_LIMIT)),
-        Row("stat", Differs(AS_SEEN)),
-        Row("cpuacct", Same),
+        MethodRow("detach", Same),
+        MethodRow("shares shares=", Differs("2 to 10000; above and below is set to the nearest and logged")),
+        MethodRow("cfs_quota_us cfs_quota_us= cfs_period_us cfs_period_us=", Differs(PERIOD)),
+        MethodRow("rt_period_us rt_period_us= rt_runtime_us rt_runtime_us=", Differs(NOT_A_LIMIT)),
+        MethodRow("stat", Differs(AS_SEEN)),
+        MethodRow("cpuacct", Same),
     ),
     group!(
         "Cgroup::CPUACCT",
-        Row("usage stat usage_percpu", Differs(AS_SEEN)),
-        Row("usage=", Differs("not set, and logged: receipts are made from it")),
+        MethodRow("usage stat usage_percpu", Differs(AS_SEEN)),
+        MethodRow("usage=", Differs("not set, and logged: receipts are made from it")),
     ),
-    group!("Cgroup::CPUSET", Row("detach", Same), Row("cpus cpus= mems mems=", Same)),
+    group!("Cgroup::CPUSET", MethodRow("detach", Same), MethodRow("cpus cpus= mems mems=", Same)),
     group!(
         "Cgroup::BLKIO",
-        Row("detach", Same),
-        Row("throttle_read_bps_device throttle_read_bps_device=", Differs(DEVICES)),
-        Row("throttle_write_bps_device throttle_write_bps_device=", Differs(DEVICES)),
-        Row("throttle_read_iops_device throttle_read_iops_device=", Differs(DEVICES)),
-        Row("throttle_write_iops_device throttle_write_iops_device=", Differs(DEVICES)),
+        MethodRow("detach", Same),
+        MethodRow("throttle_read_bps_device throttle_read_bps_device=", Differs(DEVICES)),
+        MethodRow("throttle_write_bps_device throttle_write_bps_device=", Differs(DEVICES)),
+        MethodRow("throttle_read_iops_device throttle_read_iops_device=", Differs(DEVICES)),
+        MethodRow("throttle_write_iops_device throttle_write_iops_device=", Differs(DEVICES)),
     ),
     group!(
         "Cgroup::MEMORY",
-        Row("limit_in_bytes limit_in_bytes=", Same),
-        Row("usage_in_bytes max_usage_in_bytes", Differs(AS_SEEN)),
-        Row("memsw_limit_in_bytes memsw_limit_in_bytes=", Differs(NO_SWAP)),
-        Row("memsw_usage_in_bytes memsw_max_usage_in_bytes", Differs(AS_SEEN)),
-        Row("oom_control oom_control=", Differs(NO_OOM)),
-        Row("cgroup_event_control=", Differs("not set, and logged: rules do not wait for events")),
+        MethodRow("limit_in_bytes limit_in_bytes=", Same),
+        MethodRow("usage_in_bytes max_usage_in_bytes", Differs(AS_SEEN)),
+        MethodRow("memsw_limit_in_bytes memsw_limit_in_bytes=", Differs(NO_SWAP)),
+        MethodRow("memsw_usage_in_bytes memsw_max_usage_in_bytes", Differs(AS_SEEN)),
+        MethodRow("oom_control oom_control=", Differs(NO_OOM)),
+        MethodRow("cgroup_event_control=", Differs("not set, and logged: rules do not wait for events")),
     ),
-    group!("Cgroup::PIDS", Row("max max=", Same), Row("current", Differs(AS_SEEN))),
+    group!("Cgroup::PIDS", MethodRow("max max=", Same), MethodRow("current", Differs(AS_SEEN))),
 ];

@@ -1,42 +1,45 @@
-//! 100 stores that follow one cluster, all in this program and in one network: how long until a change is at half of them and at
-//! all, and what it costs on their wire.
+//! 100 stores that follow one cluster, all in this program and in one network. It measures how long
+//! a change takes to reach half of them and all, and its cost on their wire.
 //!
-//! They share this machine's cores with etcd, which 100 machines would not. Their cluster has few sites, as their copies would not
-//! fit one machine otherwise: what a change costs does not depend on what does not change. Their copies lie in memory, as there
-//! is one disk for all of them. Not here: one that follows with all sites (`stores`).
+//! They share this machine's cores with etcd, which 100 machines would not. Their cluster has few
+//! sites, as their copies would not fit one machine otherwise. The cost of a change does not depend
+//! on unchanged sites. Their copies are in memory, as there is one disk for all of them. Not here:
+//! a store that follows with all sites (`stores`).
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use nagaya_cmdb::store::etcd::{EtcdOptions, seed};
-use nagaya_cmdb::store::import::import;
-use nagaya_cmdb::store::{Mode, RedbStore, Store as _};
+use nagaya_store::etcd::{EtcdOptions, seed};
+use nagaya_store::import::import;
+use nagaya_store::{ChangeMode, RedbStore, Store as _};
 
+use super::fixture::{WATCHERS, WRITER, changed_site, join_all, options, runtime};
 use super::stores::place;
-use super::wire::{Follower, Told, arrivals, bytes_during, idle, told};
-use super::{WATCHERS, WRITER, changed_site, join_all, options, runtime};
-use crate::experiment::{Population, Setting};
+use super::wire::{StoreFollower, ToldChanges, arrivals, bytes_during, idle, told};
+use crate::content::population::SitePopulation;
+use crate::experiment::harness::ExperimentSetting;
 use crate::interrupt;
 use crate::lab::Lab;
 use crate::report::{Report, median};
 
-/// Of their cluster.
+/// Sites of their cluster.
 pub const SITES: usize = 1_000;
 
 /// Changes of each kind that are timed. Each has arrived everywhere before the next is made.
 const CHANGES: u64 = 30;
 
-/// Changes of each kind whose bytes are counted. They follow each other at once, so that nothing else goes over the wire meanwhile.
+/// Changes of each kind whose bytes are counted. They follow each other at once, so that nothing
+/// else goes over the wire meanwhile.
 const COUNTED: u64 = 100;
 
-/// Where files are in memory.
+/// A directory for files in memory.
 const IN_MEMORY: &str = "/dev/shm";
 
-pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) -> Result<()> {
+pub fn measure(report: &mut Report, setting: &ExperimentSetting, lab: &Lab, round: usize) -> Result<()> {
     let options = options(lab, "crowd")?;
-    let sites = Population { documents: setting.dir().join("documents"), count: SITES };
+    let sites = SitePopulation { documents: setting.dir().join("documents"), count: SITES };
     let memory = Path::new(IN_MEMORY);
     let place_of_copies: PathBuf = if memory.is_dir() { memory.into() } else { setting.dir().into() };
     let dir = tempfile::tempdir_in(place_of_copies).context("making a directory for copies")?;
@@ -48,7 +51,7 @@ pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) 
     let crowd = lab.as_client(|| {
         let open = |_| {
             interrupt::check()?;
-            Follower::open(&options, dir.path(), Some(tell.clone()))
+            StoreFollower::open(&options, dir.path(), Some(tell.clone()))
         };
         (0..WATCHERS).map(open).collect::<Result<Vec<_>>>()
     })??;
@@ -59,7 +62,7 @@ pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) 
     report.sample(round, "traffic to 100", "idle", "bytes", idle(lab)?);
     let change_site = |turn: u64| {
         let index = usize::try_from(turn).context("a turn")?;
-        writer.store.transaction(vec![changed_site(&sites, index, index)?], Mode::Merge)?;
+        writer.store.transaction(vec![changed_site(&sites, index, index)?], ChangeMode::Merge)?;
         Ok(())
     };
     let change_placement = |turn| runtime.block_on(place(&writer.store, 0, turn));
@@ -81,24 +84,24 @@ pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) 
 /// Makes one change, which has this number.
 type Change<'c> = dyn Fn(u64) -> Result<()> + 'c;
 
-/// A cluster with these sites, and the store that changes them.
-fn found(options: &EtcdOptions, sites: &Population, dir: &Path) -> Result<Follower> {
+/// Makes a cluster with these sites, and the store that changes them.
+fn found(options: &EtcdOptions, sites: &SitePopulation, dir: &Path) -> Result<StoreFollower> {
     let from = RedbStore::open(&dir.join("from.redb"))?;
     let mut records = Vec::new();
     sites.write_records(&mut records)?;
-    import(&from, &records[..], Mode::Merge)?;
-    runtime()?.block_on(seed(options, &super::record_keys(), &[], &from))?;
-    let writer = Follower::open(options, dir, None)?;
+    import(&from, &records[..], ChangeMode::Merge)?;
+    runtime()?.block_on(seed(options, &super::fixture::record_keys(), &[], &from))?;
+    let writer = StoreFollower::open(options, dir, None)?;
     writer.until_told(SITES)?;
     Ok(writer)
 }
 
-/// Changes one after the other, each from the call that makes it until it was told everywhere.
+/// Times changes one after the other, each from its call until it has arrived everywhere.
 fn time(
     report: &mut Report,
     round: usize,
     kind: &str,
-    heard: &Receiver<Told>,
+    heard: &Receiver<ToldChanges>,
     change: &Change<'_>,
 ) -> Result<()> {
     let (mut half, mut all) = (Vec::new(), Vec::new());

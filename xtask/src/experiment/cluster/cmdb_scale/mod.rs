@@ -1,47 +1,37 @@
-//! `cmdb-scale`: what 100,000 sites cost the records' store, alone (redb) and in a cluster (etcd): loading, following, changing,
-//! the bytes of it on a node's wire, and the memory of a node.
+//! `cmdb-scale`: the cost of 100,000 sites in the records' store, alone (redb) and in a cluster
+//! (etcd). It covers loading, following, changing, the bytes of it on a node's wire, and the memory
+//! of a node.
 //!
-//! Loading, following and changing are measured at the stores themselves (`stores`, `crowd`): they run in this program, in the
-//! lab's networks, with the lab's etcd. Memory is that of real nodes, started from their stores (`nodes`).
+//! Loading, following and changing are measured at the stores themselves (`stores`, `crowd`). They
+//! run in this program, in the lab's networks, with the lab's etcd. Memory is that of real nodes,
+//! started from their stores (`nodes`).
 //!
-//! Not here: what a site costs a node alone in look-ups (`sites_scale`).
+//! Not here: the look-up cost of a site on a node alone (`sites_scale`).
 
 mod crowd;
+mod fixture;
 mod nodes;
 mod stores;
 mod wire;
 
 use anyhow::{Context as _, Result};
-use nagaya_cmdb::store::etcd::{ClusterStore, EtcdOptions, RECORD_SECRET_LEN, RecordKeys};
-use nagaya_cmdb::{Change, NodeName, NodeRecord, Placement, Site, SiteName, Why};
 use serde_json::json;
-use tokio::runtime::{Builder, Runtime};
 
+use self::fixture::{SITES, WATCHERS};
 use super::{STORES, setting_note};
-use crate::experiment::{Population, SITES_PER_TENANT, Setting};
-use crate::lab::{Lab, PROBE, Plan};
+use crate::content::population::SitePopulation;
+use crate::experiment::harness::ExperimentSetting;
+use crate::lab::{Lab, LabPlan, PROBE};
 use crate::plot::Chart;
 use crate::report::Report;
 
-/// Sites of the cluster that is loaded, followed and changed.
-const SITES: usize = 100_000;
-
-/// Members whose records a cluster has. Placements go from one to the next.
-const MEMBERS: usize = 100;
-
-/// Stores that follow one cluster at the same time.
-const WATCHERS: usize = 100;
-
-/// The lab's machine whose network the changing store is in; the following ones are with the clients.
-const WRITER: &str = "n1";
-
-pub fn run(setting: &Setting) -> Result<()> {
+pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("cmdb-scale");
     let rounds = if setting.quick { 1 } else { 5 };
     report.note("rounds", json!(rounds));
     report.note("sites", json!(SITES));
     report.note("watchers", json!({"at once": WATCHERS, "sites of their cluster": crowd::SITES}));
-    let sites = Population { documents: setting.dir().join("documents"), count: SITES };
+    let sites = SitePopulation { documents: setting.dir().join("documents"), count: SITES };
     for round in 0..rounds {
         let lab = lab(setting, round)?;
         report.note("lab", setting_note(&lab)?);
@@ -57,10 +47,10 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &[])
 }
 
-/// Two nodes that are alone at first, and etcd.
-fn lab(setting: &Setting, round: usize) -> Result<Lab> {
+/// Makes two nodes that are alone at first, and etcd.
+fn lab(setting: &ExperimentSetting, round: usize) -> Result<Lab> {
     eprintln!("starting 2 nodes and {STORES} members of etcd");
-    Lab::up(&Plan {
+    Lab::up(&LabPlan {
         nodes: 2,
         stores: STORES,
         fence_ms: super::FENCE_MS,
@@ -71,81 +61,6 @@ fn lab(setting: &Setting, round: usize) -> Result<Lab> {
         is_joined: false,
         tables: String::new(),
     })
-}
-
-/// For who waits for a store. The stores' own threads do the work.
-fn runtime() -> Result<Runtime> {
-    Builder::new_current_thread().enable_all().build().context("starting a runtime")
-}
-
-fn options(lab: &Lab, cluster: &str) -> Result<EtcdOptions> {
-    let endpoints = lab.endpoints()?;
-    let read = |path: &std::path::PathBuf| {
-        std::fs::read(path).with_context(|| format!("reading {}", path.display()))
-    };
-    let [ca, certificate, key] = &lab.store_access("n1");
-    let identity = Some((read(certificate)?, read(key)?));
-    let (ca, cluster) = (Some(read(ca)?), cluster.into());
-    Ok(EtcdOptions { endpoints, cluster, ca, identity, login: None, insecure: false })
-}
-
-/// Signs the records, as in every cluster.
-fn record_keys() -> RecordKeys {
-    RecordKeys { current: (1, [7; RECORD_SECRET_LEN]), older: Vec::new() }
-}
-
-// === What is changed ===
-
-/// The site as it is after its `turn`th change: its files lie elsewhere.
-fn changed_site(sites: &Population, index: usize, turn: usize) -> Result<Change> {
-    let site: Site = serde_json::from_value(json!({
-        "name": format!("site-{index}"),
-        "tenant": format!("tenant-{}", index / SITES_PER_TENANT),
-        "hosts": [sites.host(index)],
-        "backend": {"kind": "static", "root": sites.root(index).join(turn.to_string())},
-    }))
-    .context("a site's record")?;
-    Ok(Change::PutSite(Box::new(site)))
-}
-
-/// Where the site is under this epoch, and which node has it until then.
-fn placement(index: usize, epoch: u64) -> Result<(Placement, NodeName)> {
-    let at = |epoch: u64| member((index as u64 + epoch) % MEMBERS as u64);
-    let placement = Placement {
-        site: SiteName::new(&format!("site-{index}"))?,
-        node: at(epoch)?,
-        epoch,
-        since_ms: 1_700_000_000_000,
-        why: Why::Silent,
-        wait_ms: 303,
-        node_epoch: 0,
-        copies: Vec::new(),
-    };
-    Ok((placement, at(epoch - 1)?))
-}
-
-fn member(number: u64) -> Result<NodeName> {
-    Ok(NodeName::new(&format!("node-{number}"))?)
-}
-
-/// Makes all members of the cluster. None of them is asked for anything.
-async fn join_all(store: &ClusterStore) -> Result<()> {
-    for number in 0..MEMBERS as u64 {
-        let record = NodeRecord {
-            name: member(number)?,
-            id: format!("{number:032x}"),
-            peer: format!("192.0.2.{}:7443", number + 1),
-            draining: false,
-            cpus: 8,
-            memory_bytes: 64 << 30,
-            version: env!("CARGO_PKG_VERSION").into(),
-            knows: 0,
-            fence_ms: 300,
-            heeds_marks: true,
-        };
-        store.join(record).await?;
-    }
-    Ok(())
 }
 
 // === What came of it ===

@@ -1,5 +1,6 @@
-//! Real nodes with all sites: one alone, the same moving into a cluster while it serves, and one that joins. Their memory is
-//! looked at when they have been started from their stores and serve, as what an import leaves in the allocator says nothing.
+//! Real nodes with all sites: one alone, the same during its move into a cluster, and one that
+//! joins. Their memory is measured after they were started from their stores and serve. The
+//! allocator's state after an import says nothing.
 //!
 //! Not here: the stores without a node around them (`stores`).
 
@@ -13,19 +14,19 @@ use serde_json::Value;
 
 use super::super::until;
 use super::wire::bytes_here;
-use crate::experiment::{HELLO, Population};
+use crate::content::population::{HELLO, SitePopulation};
 use crate::http;
 use crate::lab::Lab;
 use crate::report::Report;
 
 const CLUSTER: &str = "nodes";
 
-/// What a visitor asks for.
+/// The requested page.
 const PAGE: &str = "hello.txt";
 
-pub fn measure(report: &mut Report, lab: &Lab, sites: &Population, round: usize) -> Result<()> {
+pub fn measure(report: &mut Report, lab: &Lab, sites: &SitePopulation, round: usize) -> Result<()> {
     eprintln!("starting nodes with all sites");
-    // The last in order of name has a page, so that a node which serves it has all of them.
+    // The last in order of name has a page, so a node which serves it has all of them.
     let root = sites.root(sites.count - 1);
     fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
     fs::write(root.join(PAGE), HELLO).context("writing a page")?;
@@ -49,11 +50,11 @@ pub fn measure(report: &mut Report, lab: &Lab, sites: &Population, round: usize)
     memory(report, lab, sites, round, ("n2", "etcd"))
 }
 
-/// Starts the node anew and looks at its processes once it serves the last site.
+/// Restarts the node and measures its processes once it serves the last site.
 fn memory(
     report: &mut Report,
     lab: &Lab,
-    sites: &Population,
+    sites: &SitePopulation,
     round: usize,
     (name, store): (&str, &str),
 ) -> Result<()> {

@@ -1,33 +1,39 @@
-//! The two stores themselves, with all sites: loading by the same code as `nagaya site import`, changes one after the other,
-//! and a node that follows.
+//! The two stores themselves, with all sites. Loading uses the same code as `nagaya site import`.
+//! Then come changes one after the other, and a node that follows.
 //!
-//! Not here: many who follow (`crowd`).
+//! Not here: many following stores (`crowd`).
 
 use std::io::{BufReader, BufWriter};
 use std::time::{Duration, Instant};
 use std::{fs::File, path::PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
-use nagaya_cmdb::store::etcd::{Claim, ClusterStore, seed};
-use nagaya_cmdb::store::import::import;
-use nagaya_cmdb::store::{Mode, RedbStore, Store};
+use nagaya_store::etcd::{ClusterStore, PlacementOutcome, seed};
+use nagaya_store::import::import;
+use nagaya_store::{ChangeMode, RedbStore, Store};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
-use super::wire::{Follower, arrivals, bytes_during, follow, idle, told};
-use super::{SITES, WRITER, changed_site, join_all, options, placement, runtime};
+use super::fixture::{SITES, WRITER, changed_site, join_all, options, placement, runtime};
+use super::wire::{StoreFollower, arrivals, bytes_during, follow, idle, told};
 use crate::clients::to_float;
-use crate::experiment::{Population, Setting};
+use crate::content::population::SitePopulation;
+use crate::experiment::harness::ExperimentSetting;
 use crate::lab::Lab;
 use crate::report::Report;
 
 /// Changes whose bytes are counted.
 const COUNTED: usize = 100;
 
-/// How many placements are under way at once, in the second case.
+/// Placements in flight at once, in the second case.
 const AT_ONCE: usize = 64;
 
-pub fn redb(report: &mut Report, setting: &Setting, sites: &Population, round: usize) -> Result<()> {
+pub fn redb(
+    report: &mut Report,
+    setting: &ExperimentSetting,
+    sites: &SitePopulation,
+    round: usize,
+) -> Result<()> {
     eprintln!("loading {SITES} sites into redb");
     let dir = tempfile::tempdir_in(setting.dir()).context("making a directory")?;
     let store = RedbStore::open(&dir.path().join("alone.redb"))?;
@@ -36,12 +42,13 @@ pub fn redb(report: &mut Report, setting: &Setting, sites: &Population, round: u
     Ok(())
 }
 
-/// One store changes, in a node's network; one follows from the beginning, in the clients'; one comes when all is there.
+/// Measures three stores: one changes records, in a node's network. One follows from the beginning,
+/// in the clients'. One comes when all is there.
 pub fn etcd(
     report: &mut Report,
-    setting: &Setting,
+    setting: &ExperimentSetting,
     lab: &Lab,
-    sites: &Population,
+    sites: &SitePopulation,
     round: usize,
 ) -> Result<()> {
     eprintln!("loading {SITES} sites into etcd");
@@ -50,9 +57,9 @@ pub fn etcd(
     let runtime = runtime()?;
     let dir = tempfile::tempdir_in(setting.dir()).context("making a directory")?;
     let empty = RedbStore::open(&dir.path().join("empty.redb"))?;
-    let writer = lab.as_machine(WRITER, || -> Result<Follower> {
-        super::runtime()?.block_on(seed(&options, &super::record_keys(), &[], &empty))?;
-        Follower::open(&options, dir.path(), None)
+    let writer = lab.as_machine(WRITER, || -> Result<StoreFollower> {
+        super::fixture::runtime()?.block_on(seed(&options, &super::fixture::record_keys(), &[], &empty))?;
+        StoreFollower::open(&options, dir.path(), None)
     })??;
     let store = &*writer.store;
     let (tell, heard) = told();
@@ -69,7 +76,7 @@ pub fn etcd(
     report.sample(round, "traffic", "idle", "bytes", idle(lab)?);
     let bytes = bytes_during(lab, || {
         for turn in 0..COUNTED {
-            store.transaction(vec![changed_site(sites, turn, turn)?], Mode::Merge)?;
+            store.transaction(vec![changed_site(sites, turn, turn)?], ChangeMode::Merge)?;
             arrivals(&heard, turn as u64, 1)?;
         }
         Ok(())
@@ -96,12 +103,9 @@ pub fn etcd(
     Ok(())
 }
 
-/// A store whose copy is empty, until it has told of all sites. The bytes on its wire, and the seconds.
-fn comes_later(
-    lab: &Lab,
-    options: &nagaya_cmdb::store::etcd::EtcdOptions,
-    dir: PathBuf,
-) -> Result<(f64, f64)> {
+/// Runs a store with an empty copy until it has reported all sites. Returns the bytes on its wire,
+/// and the seconds.
+fn comes_later(lab: &Lab, options: &nagaya_store::etcd::EtcdOptions, dir: PathBuf) -> Result<(f64, f64)> {
     let mut seconds = 0.0;
     let bytes = bytes_during(lab, || {
         let begun = Instant::now();
@@ -113,8 +117,8 @@ fn comes_later(
     Ok((bytes, seconds))
 }
 
-/// A file with the records of all sites, written once.
-fn records(setting: &Setting, sites: &Population) -> Result<PathBuf> {
+/// Returns a file with the records of all sites, written once.
+fn records(setting: &ExperimentSetting, sites: &SitePopulation) -> Result<PathBuf> {
     let path = setting.dir().join("scale.jsonl");
     if !path.exists() {
         let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -123,38 +127,44 @@ fn records(setting: &Setting, sites: &Population) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Seconds until all are stored.
+/// Returns the seconds until all are stored.
 fn load(store: &dyn Store, records: &PathBuf) -> Result<f64> {
     let file = File::open(records).with_context(|| format!("opening {}", records.display()))?;
     let begun = Instant::now();
-    import(store, BufReader::new(file), Mode::Merge)?;
+    import(store, BufReader::new(file), ChangeMode::Merge)?;
     let seconds = begun.elapsed().as_secs_f64();
     ensure!(store.counts()?.sites == SITES as u64, "{} sites are there", store.counts()?.sites);
     Ok(seconds)
 }
 
-fn lasts(setting: &Setting) -> Duration {
+fn lasts(setting: &ExperimentSetting) -> Duration {
     Duration::from_secs(if setting.quick { 3 } else { 10 })
 }
 
-/// Sites changed in a second, one after the other, each durable before the next.
-fn updates(store: &dyn Store, setting: &Setting, sites: &Population) -> Result<f64> {
+/// Returns the sites changed per second, one after the other, each durable before the next.
+fn updates(store: &dyn Store, setting: &ExperimentSetting, sites: &SitePopulation) -> Result<f64> {
     let begun = Instant::now();
     let mut done = 0;
     while begun.elapsed() < lasts(setting) {
         // Spread over all, so that no page of a tree is the only one that is written.
         let index = done * 7_919 % SITES;
-        store.transaction(vec![changed_site(sites, index, SITES + done)?], Mode::Merge)?;
+        store.transaction(vec![changed_site(sites, index, SITES + done)?], ChangeMode::Merge)?;
         done += 1;
     }
     Ok(to_float(done) / begun.elapsed().as_secs_f64())
 }
 
-/// Placements written in a second. Each of those at once has sites of its own, as different sites never wait for each other.
-fn placements(runtime: &Runtime, writer: &Follower, setting: &Setting, at_once: usize) -> Result<f64> {
+/// Returns the placements written per second. Concurrent ones have different sites, which never
+/// wait for each other.
+fn placements(
+    runtime: &Runtime,
+    writer: &StoreFollower,
+    setting: &ExperimentSetting,
+    at_once: usize,
+) -> Result<f64> {
     let begun = Instant::now();
     let end = begun + lasts(setting);
-    // The first was moved by those who counted bytes.
+    // The byte count has moved the first one.
     let first = 1 + at_once;
     let done = runtime.block_on(async {
         let mut movers = JoinSet::new();
@@ -178,11 +188,11 @@ fn placements(runtime: &Runtime, writer: &Follower, setting: &Setting, at_once: 
     Ok(done as f64 / begun.elapsed().as_secs_f64())
 }
 
-/// The site goes to the next node, as when the one that had it does not answer.
+/// Moves the site to the next node, as after a failure of its node.
 pub async fn place(store: &ClusterStore, index: usize, epoch: u64) -> Result<()> {
     let (placement, from) = placement(index, epoch)?;
     let (seen, from) = if epoch == 1 { (None, None) } else { (Some(epoch - 1), Some(&from)) };
     let claim = store.place(placement, seen, from).await?;
-    ensure!(claim == Claim::Won, "site-{index} was not placed: {claim:?}");
+    ensure!(claim == PlacementOutcome::Won, "site-{index} was not placed: {claim:?}");
     Ok(())
 }

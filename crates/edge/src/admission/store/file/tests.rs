@@ -1,6 +1,7 @@
 //! The file of tickets: what comes back, keys over the months, and what becomes of bytes that are not what they were.
 
-use std::fs::{self, OpenOptions};
+use std::fs;
+use std::fs::OpenOptions;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -8,8 +9,8 @@ use std::path::Path;
 use nagaya_admission::LATE_FOR;
 use tempfile::TempDir;
 
-use super::super::guarded;
 use super::*;
+use crate::admission::store::guarded;
 
 const LANE: LaneName = LaneName(*b"lane of the shop");
 const NOW: Moment = Moment(1_800_000_000_000_000);
@@ -30,11 +31,15 @@ impl Place {
         self.dir.path()
     }
 
-    fn open(&self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<(TicketFile, Stored), FileError> {
+    fn open(
+        &self,
+        keys: &mut Vec<KeyRow>,
+        now: Moment,
+    ) -> Result<(TicketFile, StoredTickets), TicketFileError> {
         guarded(|| TicketFile::open(self.fd.as_fd(), keys, now))
     }
 
-    fn stored(&self) -> Vec<Record> {
+    fn stored(&self) -> Vec<TicketRecord> {
         let (_, stored) = self.open(&mut Vec::new(), NOW).expect("it can be opened");
         stored.into_iter().map(|(_, record)| record).collect()
     }
@@ -56,18 +61,18 @@ fn days(days: u64) -> Moment {
     at(days * 86_400)
 }
 
-fn promised(nonce: u128, begins: Moment) -> Record {
+fn promised(nonce: u128, begins: Moment) -> TicketRecord {
     let ends = after(begins, Duration::from_secs(60));
     let ticket = Ticket { lane: LANE, begins, ends, epoch: 3, nonce: Nonce(nonce) };
-    Record::Promised { ticket, client: ClientKey(!0 - nonce as u64) }
+    TicketRecord::Promised { ticket, client: ClientKey(!0 - nonce as u64) }
 }
 
-fn spent(nonce: u128, until: Moment) -> Record {
-    Record::Spent { nonce: Nonce(nonce), until }
+fn spent(nonce: u128, until: Moment) -> TicketRecord {
+    TicketRecord::Spent { nonce: Nonce(nonce), until }
 }
 
 #[test]
-fn what_is_stored_comes_back_in_the_order_of_slots() {
+fn stored_promises_come_back_in_the_order_of_slots() {
     let place = Place::new();
     let (mut file, stored) = place.open(&mut Vec::new(), NOW).unwrap();
     assert_eq!(stored, []);
@@ -86,7 +91,7 @@ fn a_used_ticket_is_used_and_a_forgotten_one_gone() {
     let place = Place::new();
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store((1..=3).map(|nonce| promised(nonce, at(60))), NOW).unwrap();
-    let changes = [spent(1, at(2_000)), Record::Forgotten { nonce: Nonce(2) }, spent(9, at(2_000))];
+    let changes = [spent(1, at(2_000)), TicketRecord::Forgotten { nonce: Nonce(2) }, spent(9, at(2_000))];
     file.store(changes, NOW).unwrap();
     drop(file);
     let (_, stored) = place.open(&mut Vec::new(), NOW).unwrap();
@@ -94,9 +99,9 @@ fn a_used_ticket_is_used_and_a_forgotten_one_gone() {
 }
 
 #[test]
-fn who_was_called_is_known_until_the_ticket_is_used() {
+fn called_mark_lasts_until_the_ticket_is_used() {
     let place = Place::new();
-    let called = |nonce| Record::Called { nonce: Nonce(nonce) };
+    let called = |nonce| TicketRecord::Called { nonce: Nonce(nonce) };
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store((1..=3).map(|nonce| promised(nonce, at(60))), NOW).unwrap();
     file.store([called(1), called(2), called(9)], NOW).unwrap();
@@ -104,7 +109,7 @@ fn who_was_called_is_known_until_the_ticket_is_used() {
     let expected = [promised(1, at(60)), promised(2, at(60)), promised(3, at(60)), called(1), called(2)];
     assert_eq!(place.stored(), expected);
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
-    file.store([spent(1, at(2_000)), Record::Forgotten { nonce: Nonce(2) }], NOW).unwrap();
+    file.store([spent(1, at(2_000)), TicketRecord::Forgotten { nonce: Nonce(2) }], NOW).unwrap();
     let read = file.database.begin_read().unwrap();
     assert_eq!(read.open_table(CALLED).unwrap().len().unwrap(), 0);
 }
@@ -120,15 +125,16 @@ fn a_file_from_before_calls_were_stored_is_as_good() {
     drop(file);
     assert_eq!(place.stored(), [promised(1, at(60))]);
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
-    file.store([Record::Called { nonce: Nonce(1) }], NOW).unwrap();
+    file.store([TicketRecord::Called { nonce: Nonce(1) }], NOW).unwrap();
     drop(file);
-    assert_eq!(place.stored(), [promised(1, at(60)), Record::Called { nonce: Nonce(1) }]);
+    assert_eq!(place.stored(), [promised(1, at(60)), TicketRecord::Called { nonce: Nonce(1) }]);
 }
 
 #[test]
-fn what_requests_take_is_kept_of_so_many_lanes() {
+fn number_of_lanes_with_a_stored_pace_is_bounded() {
     let place = Place::new();
-    let paced = |lane: u128, service_us| Record::Paced { lane: LaneName(lane.to_be_bytes()), service_us };
+    let paced =
+        |lane: u128, service_us| TicketRecord::Paced { lane: LaneName(lane.to_be_bytes()), service_us };
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store([paced(7, 1_000), promised(1, at(60)), paced(7, 2_000), paced(8, 3_000)], NOW).unwrap();
     drop(file);
@@ -142,7 +148,7 @@ fn what_requests_take_is_kept_of_so_many_lanes() {
 }
 
 #[test]
-fn what_is_over_goes_in_passing_and_is_not_told() {
+fn expired_records_go_in_passing_and_are_not_returned() {
     let place = Place::new();
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store((1..=1_000).map(|nonce| promised(nonce, at(60))), NOW).unwrap();
@@ -197,7 +203,9 @@ fn keys_last_through_restarts_and_rotate_each_month() {
     assert_ne!(found[0].bytes, found[1].bytes);
     let ticket_over = promised(1, days(40)).over_at().unwrap();
     assert_eq!(found[0].needed_until, Some(after(ticket_over, KEY_MARGIN)));
-    let Record::Promised { ticket, .. } = promised(1, days(40)) else { unreachable!("it is a promise") };
+    let TicketRecord::Promised { ticket, .. } = promised(1, days(40)) else {
+        unreachable!("it is a promise")
+    };
     let (before, now) = (super::keys(&first).unwrap(), super::keys(&found).unwrap());
     assert_eq!(now.verify(&before.sign(&ticket)), Ok(ticket), "signed before, verified after");
     assert!(before.verify(&now.sign(&ticket)).is_err(), "the new one signs");
@@ -235,7 +243,7 @@ fn a_file_that_begins_anew_has_the_keys_that_are_in_use() {
 fn a_file_in_use_is_locked_and_free_afterwards() {
     let place = Place::new();
     let (file, _) = place.open(&mut Vec::new(), NOW).unwrap();
-    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(FileError::Locked)));
+    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(TicketFileError::Locked)));
     drop(file);
     assert!(place.open(&mut Vec::new(), NOW).is_ok());
 }
@@ -248,23 +256,23 @@ fn a_file_of_a_newer_program_is_left_alone() {
     write.open_table(META).unwrap().insert("format", FORMAT + 1).unwrap();
     write.commit().unwrap();
     drop(file);
-    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(FileError::Format(2))));
+    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(TicketFileError::Format(2))));
 }
 
 #[test]
-fn what_is_no_file_of_tickets_is_damaged() {
+fn file_without_tickets_counts_as_damaged() {
     for bytes in [&b""[..], b"<html>", &[0; 4_096], &[0xff; 100_000], b"redb\x1a\x0a\xa9\x0d\x0a"] {
         let place = Place::new();
         fs::write(place.path().join(NAME), bytes).unwrap();
         let opened = place.open(&mut Vec::new(), NOW);
-        assert!(matches!(opened, Err(FileError::Damaged(_))), "{} bytes: {opened:?}", bytes.len());
+        assert!(matches!(opened, Err(TicketFileError::Damaged(_))), "{} bytes: {opened:?}", bytes.len());
     }
 }
 
 #[test]
 fn a_damaged_file_never_gives_other_tickets_than_were_stored() {
     let place = Place::new();
-    let records: Vec<Record> = (1..=300).map(|nonce| promised(nonce, at(nonce as u64 * 10))).collect();
+    let records: Vec<TicketRecord> = (1..=300).map(|nonce| promised(nonce, at(nonce as u64 * 10))).collect();
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store(records.iter().copied(), NOW).unwrap();
     drop(file);
@@ -289,10 +297,10 @@ fn a_damaged_file_never_gives_other_tickets_than_were_stored() {
         }
         match place.open(&mut Vec::new(), NOW) {
             Ok((_, stored)) => {
-                let stored: Vec<Record> = stored.into_iter().map(|(_, record)| record).collect();
+                let stored: Vec<TicketRecord> = stored.into_iter().map(|(_, record)| record).collect();
                 assert_eq!(stored, records, "round {round}, byte {at}");
             }
-            Err(FileError::Damaged(_)) => {
+            Err(TicketFileError::Damaged(_)) => {
                 damaged += 1;
                 set_aside(place.fd.as_fd(), NOW).unwrap();
                 assert_eq!(place.stored(), []);
@@ -316,7 +324,7 @@ fn of_many_damaged_files_the_newest_are_kept() {
 }
 
 #[test]
-fn what_a_crash_left_while_a_file_was_made_goes() {
+fn draft_left_by_a_crash_is_removed() {
     let place = Place::new();
     fs::write(place.path().join(format!("{NAME}.12345{DRAFT}")), "half").unwrap();
     fs::write(place.path().join("other.new"), "not ours").unwrap();
@@ -330,6 +338,6 @@ fn a_link_in_place_of_the_file_is_not_followed() {
     let elsewhere = place.path().join("elsewhere");
     fs::write(&elsewhere, "").unwrap();
     std::os::unix::fs::symlink(&elsewhere, place.path().join(NAME)).unwrap();
-    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(FileError::Io(_))));
+    assert!(matches!(place.open(&mut Vec::new(), NOW), Err(TicketFileError::Io(_))));
     assert_eq!(fs::read(&elsewhere).unwrap(), b"");
 }

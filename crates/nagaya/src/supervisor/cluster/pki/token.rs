@@ -1,23 +1,27 @@
-//! Join tokens: each lets one machine become a member, within a bound of time.
+//! Join tokens: each lets one machine become a member, within a time limit.
 //!
-//! The store holds the members' keys for each token, sealed with the secret that only the token has, until the machine that joins takes
-//! them away or time is over. So who reads the store alone opens nothing, nor does who finds a token later.
+//! For each token the store has the members' keys, sealed with a secret that only the token has.
+//! The joining machine takes them away, or they expire. So a reader of the store alone opens
+//! nothing, and neither does a later finder of the token.
 
 use std::time::Duration;
 
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use serde::{Deserialize, Serialize};
 
-use super::super::member::Etcd;
-use super::{KEY_LEN, Keys, Known, PkiError, Stored, from_hex, open, random, seal, to_hex, unix_now};
+use super::{
+    KEY_LEN, KnownGeneration, MemberSecrets, PkiError, StoredKeys, from_hex, open, random, seal, to_hex,
+    unix_now,
+};
+use crate::etcd_access::EtcdAccess;
 
-/// What a token begins with, so that something else that was pasted is seen as such.
+/// Prefix of a token, so that other pasted text is recognised.
 pub const PREFIX: &str = "nagaya-";
 
-/// Longest that a token is good.
+/// Longest validity of a token.
 pub const TTL_MAX: Duration = Duration::from_secs(7 * 86_400);
 
-/// Tokens that are good at one time.
+/// Most valid tokens at one time.
 pub const TOKENS_MAX: usize = 32;
 
 /// Bytes of an id in a path of the store.
@@ -26,20 +30,21 @@ const ID_LEN: usize = 8;
 /// Longest text of a token, bytes: certificates of several kilobytes.
 const TEXT_LEN_MAX: usize = 64 << 10;
 
-/// As it is carried from one machine to another.
+/// A token as it is carried from one machine to another.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Token {
+pub struct JoinToken {
     pub cluster: String,
     /// Hexadecimal.
     secret: String,
-    /// Unix time, seconds, for people to read: its end is when the store forgets it, so no clock of the machine that joins counts.
+    /// Unix time, seconds, for people to read. The store ends it, so the joining machine's clock
+    /// does not matter.
     pub expires: u64,
-    /// How the machine reaches the store, as far as whoever made the token said so.
-    pub etcd: Etcd,
+    /// How the machine reaches the store, as far as the token's maker specified it.
+    pub etcd: EtcdAccess,
 }
 
-/// As the store holds it.
+/// A token's data in the store.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoredToken {
@@ -52,21 +57,21 @@ pub struct StoredToken {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Sealed {
-    known: Known,
-    keys: Keys,
+struct SealedKeys {
+    known: KnownGeneration,
+    keys: MemberSecrets,
 }
 
-struct Length(usize);
+struct SealLength(usize);
 
-impl KeyType for Length {
+impl KeyType for SealLength {
     fn len(&self) -> usize {
         self.0
     }
 }
 
-impl Token {
-    pub fn make(cluster: &str, ttl: Duration, etcd: Etcd) -> Result<Self, PkiError> {
+impl JoinToken {
+    pub fn make(cluster: &str, ttl: Duration, etcd: EtcdAccess) -> Result<Self, PkiError> {
         let secret = to_hex(&random::<KEY_LEN>()?);
         let expires = unix_now() + ttl.as_secs();
         Ok(Self { cluster: cluster.into(), secret, expires, etcd })
@@ -87,23 +92,24 @@ impl Token {
         if is_whole { Ok(token) } else { Err(PkiError::NoToken) }
     }
 
-    /// Names it where everybody may see it.
+    /// Returns its public name.
     pub fn id(&self) -> String {
         to_hex(&self.derive::<ID_LEN>(b"id"))
     }
 
-    /// What the store is to hold for it.
-    pub fn seal(&self, by: &str, stored: &Stored, keys: &Keys) -> Result<StoredToken, PkiError> {
-        let sealed = serde_json::to_vec(&Sealed { known: stored.known(keys)?, keys: keys.clone() })?;
+    /// Returns the store's data for it.
+    pub fn seal(&self, by: &str, stored: &StoredKeys, keys: &MemberSecrets) -> Result<StoredToken, PkiError> {
+        let sealed = serde_json::to_vec(&SealedKeys { known: stored.remember(keys)?, keys: keys.clone() })?;
         let sealed = seal(&self.derive(b"seal"), &sealed, &self.bound(self.expires))?;
         Ok(StoredToken { expires: self.expires, by: by.into(), sealed })
     }
 
-    /// The members' keys, and of which edition they are. To another one they are nothing: it has ended some of them.
-    pub fn open(&self, stored: &StoredToken) -> Result<(Keys, Known), PkiError> {
+    /// Returns the members' keys, and their edition. They are useless to another edition, which has
+    /// ended some of them.
+    pub fn open(&self, stored: &StoredToken) -> Result<(MemberSecrets, KnownGeneration), PkiError> {
         let bound = self.bound(stored.expires);
         let opened = open(&self.derive(b"seal"), &stored.sealed, &bound).ok_or(PkiError::Spent)?;
-        let Sealed { known, keys } = serde_json::from_slice(&opened)?;
+        let SealedKeys { known, keys } = serde_json::from_slice(&opened)?;
         Ok((keys, known))
     }
 
@@ -117,7 +123,7 @@ impl Token {
         let info = [what, self.cluster.as_bytes()];
         let salt = Salt::new(HKDF_SHA256, b"nagaya join token");
         salt.extract(&secret)
-            .expand(&info, Length(N))
+            .expand(&info, SealLength(N))
             .and_then(|derived| derived.fill(&mut key))
             .expect("the key is shorter than HKDF's bound");
         key

@@ -1,6 +1,7 @@
-//! A key for one member: HPKE in base mode (RFC 9180) with DHKEM(X25519, HKDF-SHA256), HKDF-SHA256 and ChaCha20Poly1305.
+//! Wraps a key for one member: HPKE in base mode (RFC 9180) with DHKEM(X25519, HKDF-SHA256),
+//! HKDF-SHA256 and ChaCha20Poly1305.
 //!
-//! Base mode does not say who wrapped it: authenticators do (`pki`).
+//! Base mode does not authenticate the sender: authenticators do (`pki`).
 
 use hpke::aead::ChaCha20Poly1305;
 use hpke::kdf::HkdfSha256;
@@ -19,13 +20,13 @@ type Encapped = <X25519HkdfSha256 as Kem>::EncappedKey;
 
 /// A node's own key pair. Its private half never leaves the node.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct WrapIdentity {
     /// Both hexadecimal.
     private: String,
     public: String,
 }
 
-impl Identity {
+impl WrapIdentity {
     pub fn generate() -> Self {
         let (private, public) = X25519HkdfSha256::gen_keypair();
         Self { private: to_hex(&private.to_bytes()), public: to_hex(&public.to_bytes()) }
@@ -35,7 +36,7 @@ impl Identity {
         self.public.clone()
     }
 
-    /// `None` if it was wrapped for somebody else, or for something else.
+    /// Unwraps a key. `None` if it was wrapped for another member, or for another purpose.
     pub fn unwrap(&self, wrapped: &str, info: &[u8]) -> Option<[u8; KEY_LEN]> {
         let private = Private::from_bytes(&from_hex(&self.private)?).ok()?;
         let bytes = from_hex(wrapped)?;
@@ -52,7 +53,7 @@ impl Identity {
     }
 }
 
-/// `None` if `public` is no public key.
+/// Wraps a key. `None` if `public` is not a valid public key.
 pub fn wrap(public: &str, key: &[u8; KEY_LEN], info: &[u8]) -> Option<String> {
     let public = Public::from_bytes(&from_hex(public)?).ok()?;
     let (encapped, mut context) =
