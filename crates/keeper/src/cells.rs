@@ -420,9 +420,10 @@ impl KeeperCells {
         self.state.lock().sweep(&self.shared, IDLE_MAX);
     }
 
-    /// Removes all empty cells. Blocks for `CLOSE_MAX` at most: a killed process keeps its
-    /// directory until the kernel is done with it.
-    pub fn close(&self) {
+    /// Removes all empty cells. Waits `CLOSE_MAX` at most: a killed process keeps its directory
+    /// until the kernel is done with it. Tasks of this thread go on meanwhile: those of instances
+    /// still hold leaves, and give them back.
+    pub async fn close(&self) {
         let until = Instant::now() + CLOSE_MAX;
         loop {
             self.state.lock().sweep(&self.shared, Duration::ZERO);
@@ -430,7 +431,7 @@ impl KeeperCells {
             if left == 0 || Instant::now() >= until {
                 break;
             }
-            std::thread::sleep(CLOSE_PAUSE);
+            tokio::time::sleep(CLOSE_PAUSE).await;
         }
         self.shared.close_freezer();
     }

@@ -365,7 +365,7 @@ impl Processes {
                 let _ = process.stay.leaf().end(None);
             }
         }
-        self.cells.close();
+        self.cells.close().await;
         empty
     }
 }
