@@ -258,6 +258,7 @@ async fn pass_request(
         body: BodyRecords::new(body),
         answer: AnswerRecords::default(),
         stage: RequestStage::Opening,
+        worker_end: None,
         is_kept: body == 0,
     };
     exchange.run(incoming).await?;
@@ -412,6 +413,9 @@ struct GateExchange<'a> {
     body: BodyRecords,
     answer: AnswerRecords,
     stage: RequestStage,
+    /// The worker's end of the connection has ended before the answer did. The edge gets what came
+    /// before that first.
+    worker_end: Option<CloseReason>,
     /// The connection with the worker carries another request.
     is_kept: bool,
 }
@@ -422,8 +426,13 @@ impl GateExchange<'_> {
         loop {
             self.send_to_worker(incoming)?;
             self.send_to_edge()?;
-            if self.answer.has_ended() && self.to_edge.is_empty() {
-                return self.drain(incoming).await;
+            if self.to_edge.is_empty() {
+                if self.answer.has_ended() {
+                    return self.drain(incoming).await;
+                }
+                if let Some(reason) = self.worker_end.take() {
+                    return Err(reason);
+                }
             }
             self.wait(incoming).await?;
         }
@@ -491,7 +500,9 @@ impl GateExchange<'_> {
         let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty());
         let is_held = self.stage == RequestStage::Opening && !incoming.is_empty();
         let has_more = !self.to_worker.is_empty() || is_held;
-        let of_worker = interest(self.to_edge.len() < BUFFER_LEN, has_more);
+        // A worker may close its connection as soon as its answer is complete. That is no failure.
+        let has_answer_left = !self.answer.has_ended() && self.worker_end.is_none();
+        let of_worker = interest(has_answer_left && self.to_edge.len() < BUFFER_LEN, has_more);
         let ready_of = async |stream: &UnixStream, interest: Option<Interest>| match interest {
             Some(interest) => stream.ready(interest).await,
             None => std::future::pending().await,
@@ -499,8 +510,8 @@ impl GateExchange<'_> {
         tokio::select! {
             biased;
             ready = ready_of(self.worker, of_worker) => {
-                if ready?.is_readable() {
-                    self.read_answer()?;
+                if ready?.is_readable() && has_answer_left {
+                    self.worker_end = self.read_answer().err();
                 }
             }
             ready = ready_of(self.edge, of_edge) => {
@@ -532,7 +543,7 @@ impl GateExchange<'_> {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
             // Linux reports this if the other end was closed with unread bytes in it: it had not
-            // begun.
+            // begun. Bytes that it had sent come first.
             Err(error)
                 if error.kind() == io::ErrorKind::ConnectionReset && self.stage == RequestStage::Opening =>
             {

@@ -182,6 +182,8 @@ impl Scene {
         let door = rustix::fs::open(&socket, OFlags::PATH, Mode::empty()).unwrap();
         let (edge, ours) = StdStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
+        // The rest of an answer that the edge does not read yet is the gate's.
+        rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
         let backend = format!(r#"{{"kind":"php","root":{:?}}}"#, directory.path());
         let rule = ScriptRule::new(SiteName::new("s").unwrap(), scripts(&backend));
         let gate = ScriptGate::start().unwrap();
@@ -250,6 +252,30 @@ fn a_worker_that_ends_before_it_has_read_has_not_begun() {
     let scene = Scene::new();
     drop(scene.listener.accept().unwrap());
     assert_eq!(scene.told(), NOT_BEGUN);
+}
+
+#[test]
+fn the_edge_gets_all_that_a_worker_sent_before_it_closed() {
+    let part = record(6, &[b'x'; 40_000]);
+    let end = record(3, &[0; 8]);
+    for answer in [part.clone(), [part, end].concat()] {
+        for leaves_body in [false, true] {
+            let mut scene = Scene::new();
+            let (mut worker, _) = scene.listener.accept().unwrap();
+            let script = scene.script.clone();
+            let opening = scene.ask(&script, b"hello");
+            let body_len = if leaves_body { 0 } else { record(5, b"hello").len() };
+            worker.read_exact(&mut vec![0; opening.len() + body_len]).unwrap();
+            worker.write_all(&answer).unwrap();
+            while !crate::sys::is_all_read(&worker).unwrap() {
+                std::thread::yield_now();
+            }
+            drop(worker);
+            let mut heard = vec![0; answer.len()];
+            scene.edge.read_exact(&mut heard).unwrap();
+            assert!(heard == answer);
+        }
+    }
 }
 
 #[test]
