@@ -80,7 +80,7 @@ mod tests {
         let (tries, nodes) = spent(None);
         assert_eq!(tries, 1 + RETRIES_MAX);
         // Each of them may have found it a new place.
-        assert!(nodes as usize > crate::request::placement::search::RELOCATIONS_MAX, "{nodes}");
+        assert!(nodes as usize > crate::request::placement::search::ASKS_AT_ONCE, "{nodes}");
         // Whoever says that there are more is not believed.
         assert_eq!(spent(Some(u32::MAX)), (tries, nodes));
         assert_eq!(spent(Some(0)), (1, 1));

@@ -97,8 +97,8 @@ pub enum Refusal {
     Nowhere { reason: String, code: Code, later: RetryHint },
     #[error("the node for the site's application is not known: {why}")]
     Unplaced { why: PlacementError, later: RetryHint },
-    #[error("the site has moved more often than a request follows")]
-    MovedTooOften,
+    #[error("the site has moved more often than a request follows: {0}")]
+    MovedTooOften(&'static str),
     /// Node `node` was lost, and the request cannot be sent a second time, because of `reason`.
     #[error(
         "node '{node}' was lost while it had the request, which may have been carried out; it was not sent again: {reason}"
@@ -231,7 +231,7 @@ impl Refusal {
             }
             Self::MayBeDone { .. } => row(StatusCode::BAD_GATEWAY, 463, "may_be_done", Node),
             Self::AnswerLost { .. } => row(StatusCode::BAD_GATEWAY, 470, "answer_lost", Node),
-            Self::MovedTooOften => row(StatusCode::SERVICE_UNAVAILABLE, 464, "moved_too_often", Node),
+            Self::MovedTooOften(_) => row(StatusCode::SERVICE_UNAVAILABLE, 464, "moved_too_often", Node),
             Self::Unplaced { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 468, "unplaced", Node),
             Self::OtherSite => row(StatusCode::SERVICE_UNAVAILABLE, 462, "other_site", Node),
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
@@ -306,7 +306,7 @@ impl Refusal {
             Self::SpoolFull(_) | Self::FilesHang => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("30"));
             }
-            Self::Overloaded(_) | Self::RuleBroken(_) | Self::Fenced | Self::MovedTooOften => {
+            Self::Overloaded(_) | Self::RuleBroken(_) | Self::Fenced | Self::MovedTooOften(_) => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
             }
             Self::NotPlacedHere { epoch, tries } => {

@@ -146,7 +146,7 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::Fenced,
         Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461), later: RetryHint::default() },
         Refusal::Unplaced { why: crate::http::refusal::PlacementError::Late, later: RetryHint::default() },
-        Refusal::MovedTooOften,
+        Refusal::MovedTooOften(""),
         Refusal::MayBeDone { node: nagaya_records::NodeName::new("b").unwrap(), reason: "" },
         Refusal::AnswerLost { node: nagaya_records::NodeName::new("b").unwrap(), why: String::new() },
         Refusal::NotPlacedHere { epoch: 1, tries: 0 },

@@ -37,9 +37,7 @@ use crate::request::context::RequestContext;
 use crate::request::placement::idempotence::{RepeatSafety, may_repeat};
 use crate::request::placement::placer::Placer;
 use crate::request::placement::replay_body::ReplayBody;
-use crate::request::placement::search::{
-    PlacementFinding, RELOCATIONS_MAX, Search, check_retry, wait_for_move,
-};
+use crate::request::placement::search::{ASKS_AT_ONCE, PlacementFinding, Search, check_retry, wait_for_move};
 use crate::request::services::Services;
 
 /// Like `HOLD_MAX`, for a request that another node has forwarded. That node can find the site
@@ -208,7 +206,7 @@ async fn watched(
     }
     let Request { head, body } = request;
     let mut keep = ReplayBody::new(body);
-    for _ in 0..=RELOCATIONS_MAX {
+    for _ in 0..=ASKS_AT_ONCE {
         let Some(serving) = context.serving.clone() else {
             return Err(Refusal::Fenced);
         };
@@ -226,7 +224,7 @@ async fn watched(
             PlacementFinding::Here(serving) => context.serving = Some(serving),
         }
     }
-    Err(Refusal::MovedTooOften)
+    Err(Refusal::MovedTooOften("its site left the node each time"))
 }
 
 /// Makes the only attempt of a forwarded request. So nothing of it is kept for a second one.

@@ -29,6 +29,8 @@ use crate::request::placement::response_buffer;
 /// Time added to the other node's own limits, so that it reports its timeout itself.
 const GRACE: Duration = Duration::from_secs(5);
 
+const UNSERVED: &str = "the node that was found did not serve it";
+
 /// Reason why a node was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureKind {
@@ -72,7 +74,7 @@ pub struct ForwardFailure {
 
 impl ForwardFailure {
     fn untouched(why: FailureKind) -> Self {
-        Self { why: Some(why), handed: false, refusal: Refusal::MovedTooOften }
+        Self { why: Some(why), handed: false, refusal: Refusal::MovedTooOften(UNSERVED) }
     }
 
     fn finally(refusal: Refusal) -> Self {
@@ -121,7 +123,7 @@ impl<'a> PeerForward<'a> {
             verdict = self.placer.peers.against(record) => {
                 let why = if verdict == ProbeResult::Refuses { FailureKind::Refused } else { FailureKind::Silent };
                 self.placer.peers.forget(&record.name);
-                Err(ForwardFailure { why: Some(why), handed: handed.get(), refusal: Refusal::MovedTooOften })
+                Err(ForwardFailure { why: Some(why), handed: handed.get(), refusal: Refusal::MovedTooOften(UNSERVED) })
             }
             () = sleep_until(self.deadline.into()) => Err(ForwardFailure::finally(Refusal::BackendTimeout)),
         };

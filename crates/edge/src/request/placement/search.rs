@@ -44,8 +44,18 @@ use crate::request::placement::peer_forward::{ForwardFailure, PeerForward};
 use crate::request::placement::placer::Placer;
 use crate::request::placement::replay_body::ReplayBody;
 
-/// Maximum number of relocations that one request may cause.
-pub const RELOCATIONS_MAX: usize = 3;
+/// Number of times that one request may ask for another node without a pause.
+pub const ASKS_AT_ONCE: usize = 3;
+
+/// Number of times after that. Before each of them the known node gets a moment: it may be one
+/// whose lease comes back.
+const ASKS_AFTER_PAUSE: usize = 4;
+
+/// First of these pauses. Each further one is twice as long.
+const ASK_PAUSE: Duration = Duration::from_millis(250);
+
+/// Maximum number of times that the site has moved while the request was on its way.
+const STRAYS_MAX: usize = 3;
 
 /// Maximum number of times a request is sent to the same node again after a broken connection.
 const RESENDS_MAX: u32 = 1;
@@ -94,6 +104,28 @@ struct SearchBudget {
     strays: usize,
     /// The supervisor said that the node is there after all.
     returns: usize,
+    /// It waited before another node was asked for.
+    pauses: usize,
+}
+
+/// The next step after `asks` for another node, and `pauses` before some of them.
+#[derive(Debug, PartialEq, Eq)]
+enum AskStep {
+    Ask,
+    /// Wait, and try the known node once more.
+    Pause(Duration),
+    GiveUp,
+}
+
+impl AskStep {
+    fn after(asks: usize, pauses: usize) -> Self {
+        match asks.checked_sub(ASKS_AT_ONCE) {
+            None => Self::Ask,
+            Some(ASKS_AFTER_PAUSE..) => Self::GiveUp,
+            Some(more) if pauses > more => Self::Ask,
+            Some(_) => Self::Pause(ASK_PAUSE * (1 << pauses)),
+        }
+    }
 }
 
 /// Nodes and epochs that did not serve this request.
@@ -188,7 +220,7 @@ impl<'a> Search<'a> {
         let cluster = &self.placer.cluster;
         let seen = cluster.table.read(|table| cluster.placement(table, self.site().as_str()));
         let part = seen.as_ref().and_then(|seen| seen.part(&record.name)).map(|part| part.epoch);
-        if part != Some(epoch) && seen.is_some() && self.budget.strays < RELOCATIONS_MAX {
+        if part != Some(epoch) && seen.is_some() && self.budget.strays < STRAYS_MAX {
             // The site has moved during the check.
             self.budget.strays += 1;
             return Ok(SearchState::Locate);
@@ -209,12 +241,18 @@ impl<'a> Search<'a> {
         context: &mut RequestContext,
     ) -> Result<SearchState, Refusal> {
         self.tried.clear();
+        match AskStep::after(context.relocations() + self.budget.returns, self.budget.pauses) {
+            AskStep::Ask => {}
+            AskStep::Pause(pause) => {
+                self.budget.pauses += 1;
+                wait_for_placement(&self.placer.cluster, pause, context).await;
+                return Ok(SearchState::Locate);
+            }
+            AskStep::GiveUp => return Err(Refusal::MovedTooOften("no node that was found served it")),
+        }
         let relocated = find_place(self.placer, self.route, relocation, context).await;
         if !relocated.map_err(|refusal| come_back(refusal, &self.placer.cluster, self.site(), self.head))? {
             self.budget.returns += 1;
-            if self.budget.returns > RELOCATIONS_MAX {
-                return Err(Refusal::MovedTooOften);
-            }
         }
         Ok(SearchState::Locate)
     }
@@ -339,7 +377,7 @@ pub fn check_retry(
     match may_repeat(&head.method, handed, keep.is_whole()) {
         // A request that reached nobody does not count as an attempt.
         RepeatSafety::Yes if !handed || retries.take() => Ok(()),
-        RepeatSafety::Yes => Err(Refusal::MovedTooOften),
+        RepeatSafety::Yes => Err(Refusal::MovedTooOften("it was sent as often as one request may be")),
         RepeatSafety::No(reason) => Err(Refusal::MayBeDone { node: node.clone(), reason }),
     }
 }
@@ -356,6 +394,14 @@ pub async fn wait_for_move(
     let is_over = timeout(LEAVE_MAX, left).await.is_ok();
     context.record_mut().add_held(began.elapsed());
     if is_over { Ok(()) } else { Err(Refusal::Fenced) }
+}
+
+/// Waits for so long, or until the records show another placement of some site.
+async fn wait_for_placement(cluster: &EdgeCluster, pause: Duration, context: &mut RequestContext) {
+    let began = Instant::now();
+    let mut moves = cluster.follow_moves();
+    let _ = timeout(pause, moves.changed()).await;
+    context.record_mut().add_held(began.elapsed());
 }
 
 /// Waits while the node has the site but no lease. Returns true once the lease is back, false if
@@ -383,9 +429,6 @@ async fn find_place(
     PlaceSearch { seen, lost, why, detect }: PlaceSearch,
     context: &mut RequestContext,
 ) -> Result<bool, Refusal> {
-    if context.relocations() >= RELOCATIONS_MAX {
-        return Err(Refusal::MovedTooOften);
-    }
     let cluster = &placer.cluster;
     let began = Instant::now();
     let predicted = context.waits_for_place(|| PlacementWait::begin(cluster, &route.site.name));
@@ -435,4 +478,23 @@ fn come_back(mut refusal: Refusal, cluster: &EdgeCluster, site: &SiteName, head:
         *later = RetryHint { retry_after_seconds, notice };
     }
     refusal
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_each_is_followed_by_one_ask() {
+        let (mut asks, mut pauses) = (0, Vec::new());
+        loop {
+            match AskStep::after(asks, pauses.len()) {
+                AskStep::Ask => asks += 1,
+                AskStep::Pause(pause) => pauses.push((asks, pause.as_millis())),
+                AskStep::GiveUp => break,
+            }
+        }
+        assert_eq!(asks, 7);
+        assert_eq!(pauses, [(3, 250), (4, 500), (5, 1000), (6, 2000)]);
+    }
 }
