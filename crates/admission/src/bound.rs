@@ -213,7 +213,7 @@ impl AdaptiveLimit {
 
     /// Records the resource pressure on the lane's work since the last call. It is a hint about the
     /// likely elasticity, until requests have shown it.
-    pub fn feel(&mut self, now: Moment, pressure: CpuPressure) {
+    pub fn observe_pressure(&mut self, now: Moment, pressure: CpuPressure) {
         if !(pressure.busy.is_finite() && pressure.starved.is_finite()) {
             return;
         }

@@ -264,10 +264,10 @@ impl Admission {
     }
 
     /// Records the resource pressure on a lane.
-    pub fn feel(&mut self, now: Moment, lane: LaneId, pressure: CpuPressure) {
+    pub fn observe_pressure(&mut self, now: Moment, lane: LaneId, pressure: CpuPressure) {
         let Some(index) = self.find(lane) else { return };
         if let Some(auto) = &mut self.at_mut(index).auto {
-            auto.feel(now, pressure);
+            auto.observe_pressure(now, pressure);
         }
     }
 

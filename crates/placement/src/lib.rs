@@ -9,7 +9,7 @@
 //! `nagaya-edge`), starting and ending instances (`nagaya-keeper`).
 
 pub mod balance;
-pub mod fence;
+pub mod lease;
 pub mod liveness;
 mod moment;
 pub mod outlook;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// Nanoseconds of a clock that never goes back and continues while the machine sleeps
 /// (`CLOCK_BOOTTIME`). The clocks of two machines are unrelated, except that they run about equally
-/// fast ([`crate::fence::DRIFT_PPM`]).
+/// fast ([`crate::lease::DRIFT_PPM`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Moment(pub u64);
 

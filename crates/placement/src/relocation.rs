@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::MoveBlocked;
+use crate::lease::MoveBlocked;
 
 /// Longest time that a request waits for a placement. It covers a promise to the old node, an
 /// election in the store, and then a queue of many sites. It is less than the edges' wait for their
@@ -70,7 +70,7 @@ pub enum RelocationEffect<S, N> {
         from: Option<N>,
     },
     /// Commit `node` under the epoch after `expect` if the placement's epoch is `expect` (`None` if
-    /// there is none). If `from` is another node, [`crate::fence::VouchPromises::begin`] must agree
+    /// there is none). If `from` is another node, [`crate::lease::VouchPromises::begin`] must agree
     /// before the commit is sent. If it does not, [`RelocationMachine::note_blocked`] is called.
     /// The result goes to [`RelocationMachine::note_outcome`].
     AskStore {
@@ -87,7 +87,7 @@ pub enum RelocationEffect<S, N> {
     },
     /// The request continues there. `committed` is set if this node has just committed it: when,
     /// and how long others may serve it. A forwarded request can carry how long ago that was
-    /// ([`crate::fence::Arrivals::placed`]).
+    /// ([`crate::lease::Arrivals::placed`]).
     Serve {
         waiter: WaiterId,
         site: S,

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::min_elapsed;
+use crate::lease::min_elapsed;
 
 /// Interval at which a silent node is marked: the mark may have been cleared meanwhile.
 pub const EVERY: Duration = Duration::from_millis(250);
@@ -105,7 +105,7 @@ impl<N: Ord + Clone> SuspectMarks<N> {
     }
 }
 
-/// Returns the rest of a wait of `owed` after a commit ([`crate::fence::outlasting`]), at `now` or
+/// Returns the rest of a wait of `owed` after a commit ([`crate::lease::outlasting`]), at `now` or
 /// later. It applies if the commit finds the mark. The wait counts from when the mark was known to
 /// exist.
 pub fn remaining_wait(mark: Option<SuspectMark>, now: Moment, owed: Duration) -> Duration {
@@ -115,7 +115,7 @@ pub fn remaining_wait(mark: Option<SuspectMark>, now: Moment, owed: Duration) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fence::{TERM, max_elapsed};
+    use crate::lease::{TERM, max_elapsed};
 
     fn at(ms: u64) -> Moment {
         Moment(1_000_000_000_000 + ms * 1_000_000)

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::fence::{
+use nagaya_placement::lease::{
     LeaseHolder, RevisionAges, ServeFrom, TERM, VOUCH_TERM, VouchPromises, max_elapsed,
 };
 use nagaya_placement::liveness::{FRESH, PeerState, ProbePlan, ProbeResult};
@@ -678,7 +678,7 @@ impl SimNode {
         expect: Option<u64>,
         now: Moment,
         sky: &Environment,
-    ) -> Result<Counted, nagaya_placement::fence::MoveBlocked> {
+    ) -> Result<Counted, nagaya_placement::lease::MoveBlocked> {
         let Some(from) = from else { return Ok((Duration::ZERO, None, None)) };
         let flaws = sky.shape.flaws;
         let owed = expect.map_or(Duration::ZERO, |expect| sky.store.owed_to(site, expect, from));

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use nagaya_placement::fence;
+use nagaya_placement::lease;
 
 use crate::node::term;
 use crate::store::SimStore;
@@ -113,7 +113,7 @@ impl WorldObserver {
             Some((owner, ended)) if owner == node => {
                 let late = Duration::from_nanos(ended.map_or(0, |ended| now.saturating_sub(ended)));
                 self.latest = self.latest.max(late);
-                if late > fence::max_elapsed(term(node)) {
+                if late > lease::max_elapsed(term(node)) {
                     self.wrong(SafetyViolation::TooLong { site, epoch, node, late });
                 }
             }

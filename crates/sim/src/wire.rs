@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::fence::{RenewId, RoundId, Vouch};
+use nagaya_placement::lease::{RenewId, RoundId, Vouch};
 use nagaya_placement::liveness::PeerProbe;
 use nagaya_placement::relocation::{AskId, PlacedAt};
 

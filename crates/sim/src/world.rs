@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::fence::DRIFT_PPM;
+use nagaya_placement::lease::DRIFT_PPM;
 
 use crate::dice::Dice;
 use crate::faults::{FaultKinds, InjectedFault};

@@ -246,7 +246,7 @@ proptest! {
             now += passed;
             let was = auto.run();
             let service = service.map(Duration::from_micros);
-            auto.feel(Moment(now), CpuPressure { busy: felt, starved: felt });
+            auto.observe_pressure(Moment(now), CpuPressure { busy: felt, starved: felt });
             let changed = auto.observe(Moment(now), LimitSample { running, waiting, service, work });
             prop_assert_eq!(changed, (auto.run() != was).then_some(auto.run()));
             prop_assert!(auto.run() >= min.max(1) && auto.run() <= (min + more).max(1));

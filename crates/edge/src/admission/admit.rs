@@ -308,7 +308,7 @@ pub async fn tend(lanes: Arc<LaneSet>, current: Arc<CurrentTickets>) {
         keep_rest(&current, &lanes);
         if felt.elapsed() >= FELT_EVERY && lanes.any_adapts() {
             felt = Instant::now();
-            lanes.feel(gauge.read());
+            lanes.observe_pressure(gauge.read());
         }
         // Nothing is due and nothing waits: sleeps until something does.
         let Some(next) = next else {

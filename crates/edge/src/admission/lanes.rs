@@ -117,7 +117,7 @@ pub type TicketCallSender = oneshot::Sender<Moment>;
 pub struct LaneSet {
     state: Mutex<LaneTable>,
     pub(super) guests: Arc<GuestCounts>,
-    reckoning: AnchoredClock,
+    anchored_clock: AnchoredClock,
     /// Number of serving threads.
     threads: usize,
     /// Maximum number of tickets whose pages have a stream.
@@ -162,9 +162,9 @@ pub enum AdmitResult {
 
 impl LaneSet {
     /// Keeps `all_waiting` at the number of requests in line.
-    pub fn new(options: &EdgeConfig, all_waiting: Gauge, reckoning: AnchoredClock) -> Arc<Self> {
+    pub fn new(options: &EdgeConfig, all_waiting: Gauge, anchored_clock: AnchoredClock) -> Arc<Self> {
         Arc::new_cyclic(|me| {
-            let machine = Admission::new(Moment(reckoning.now_us()), node_bounds(options));
+            let machine = Admission::new(Moment(anchored_clock.now_us()), node_bounds(options));
             let state = LaneTable {
                 machine,
                 by_label: SeededMap::default(),
@@ -181,7 +181,7 @@ impl LaneSet {
             Self {
                 state: Mutex::new(state),
                 guests: Arc::default(),
-                reckoning,
+                anchored_clock,
                 threads,
                 listened_max: AtomicUsize::new(listened_max(options, threads)),
                 stirred: Notify::new(),
@@ -192,16 +192,16 @@ impl LaneSet {
     }
 
     pub fn now(&self) -> Moment {
-        Moment(self.reckoning.now_us())
+        Moment(self.anchored_clock.now_us())
     }
 
-    pub fn reckoning(&self) -> AnchoredClock {
-        self.reckoning
+    pub fn anchored_clock(&self) -> AnchoredClock {
+        self.anchored_clock
     }
 
     /// Returns the reading of the present wall clock at this moment, microseconds since 1970.
     pub fn on_wall(&self, moment: Moment) -> Moment {
-        Moment(self.reckoning.on_wall_us(moment.0))
+        Moment(self.anchored_clock.on_wall_us(moment.0))
     }
 
     /// Returns the lane of a site by its present record, in its tenant's lane.
@@ -522,7 +522,7 @@ impl LaneSet {
 
     /// Observes the pressure in each lane with an adaptive limit: of the whole node, and by the
     /// lane's own limits.
-    pub fn feel(&self, pressure: CpuPressure) {
+    pub fn observe_pressure(&self, pressure: CpuPressure) {
         let mut state = self.state.lock();
         let now = self.now();
         let state = &mut *state;
@@ -530,7 +530,7 @@ impl LaneSet {
             if matches!(bounds.run, RunLimit::Auto { .. }) {
                 let throttled = state.by_id.get(id).map_or(0.0, |lane| lane.throttled.read());
                 let starved = pressure.starved.max(throttled);
-                state.machine.feel(now, *id, CpuPressure { starved, ..pressure });
+                state.machine.observe_pressure(now, *id, CpuPressure { starved, ..pressure });
             }
         }
     }

@@ -100,19 +100,19 @@ impl TicketStore {
     /// Fails if the thread cannot be started.
     pub fn open(
         directory: OwnedFd,
-        reckoning: AnchoredClock,
+        anchored_clock: AnchoredClock,
     ) -> io::Result<(Self, oneshot::Receiver<StoredTickets>)> {
-        Self::open_at_pace(directory, PACE, reckoning)
+        Self::open_at_pace(directory, PACE, anchored_clock)
     }
 
     fn open_at_pace(
         directory: OwnedFd,
         pace: StorePacing,
-        reckoning: AnchoredClock,
+        anchored_clock: AnchoredClock,
     ) -> io::Result<(Self, oneshot::Receiver<StoredTickets>)> {
         let (opened, stored) = oneshot::channel();
         let keys = Arc::new(RwLock::new(None));
-        let mut keeper = StoreThread::new(directory, pace, Arc::clone(&keys), opened, reckoning);
+        let mut keeper = StoreThread::new(directory, pace, Arc::clone(&keys), opened, anchored_clock);
         let has_lost = Arc::clone(&keeper.has_lost);
         // On the caller's thread, so that earlier promises are known before any request is
         // served.
@@ -181,7 +181,7 @@ impl Drop for TicketStore {
 struct StoreThread {
     directory: OwnedFd,
     pace: StorePacing,
-    reckoning: AnchoredClock,
+    anchored_clock: AnchoredClock,
     /// `None` while it is not open.
     file: Option<TicketFile>,
     /// The present signing and verifying keys. They are kept here too, for a new file.
@@ -207,13 +207,13 @@ impl StoreThread {
         pace: StorePacing,
         keys: Arc<RwLock<Option<Arc<TicketKeyring>>>>,
         opened: oneshot::Sender<StoredTickets>,
-        reckoning: AnchoredClock,
+        anchored_clock: AnchoredClock,
     ) -> Self {
         let now = Instant::now();
         Self {
             directory,
             pace,
-            reckoning,
+            anchored_clock,
             file: None,
             key_rows: Vec::new(),
             keys,
@@ -264,7 +264,7 @@ impl StoreThread {
         if self.file.is_none() && Instant::now() >= self.next_try {
             self.open();
         }
-        let now = Moment(self.reckoning.now_us());
+        let now = Moment(self.anchored_clock.now_us());
         let answer = match &mut self.file {
             None => Err(self.unavailable()),
             Some(file) => {
@@ -293,7 +293,7 @@ impl StoreThread {
     }
 
     fn open(&mut self) {
-        let now = Moment(self.reckoning.now_us());
+        let now = Moment(self.anchored_clock.now_us());
         let directory = self.directory.as_fd();
         let mut opened = guarded(|| TicketFile::open(directory, &mut self.key_rows, now));
         if let Err(TicketFileError::Damaged(detail)) = &opened {

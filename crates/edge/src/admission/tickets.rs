@@ -169,7 +169,7 @@ fn signing_last(record: &TicketKeys) -> Option<TicketKeyring> {
 /// Opens the store in this directory, which enables tickets. Earlier promises are known before
 /// any request is served.
 pub fn open(current: &CurrentTickets, lanes: &LaneSet, directory: OwnedFd) {
-    let (store, mut stored) = match TicketStore::open(directory, lanes.reckoning()) {
+    let (store, mut stored) = match TicketStore::open(directory, lanes.anchored_clock()) {
         Ok(opened) => opened,
         Err(error) => {
             return tracing::error!(code = %CODE_NO_STORE, %error, "no tickets are given: their store has no thread");

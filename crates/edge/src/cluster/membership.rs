@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nagaya_base::Code;
 use nagaya_placement::Moment;
-use nagaya_placement::fence::ServeFrom;
+use nagaya_placement::lease::ServeFrom;
 use nagaya_placement::outlook::WakeOutlook;
 use nagaya_records::record::RecordChange;
 use nagaya_records::{NodeName, NodeRecord, Placement, PlacementView, RecordIndex, SiteName};

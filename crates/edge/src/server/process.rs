@@ -56,7 +56,7 @@ pub struct EdgeStart {
     /// Directory of large bodies. `None` if they are refused.
     pub spool: Option<OwnedFd>,
     /// The node's clock. A restarted edge keeps the promises of the previous one.
-    pub reckoning: AnchoredClock,
+    pub anchored_clock: AnchoredClock,
     /// Sockets for other nodes of a cluster. `None` if this node can be in none.
     pub peers: Option<PeerSockets>,
 }
@@ -103,7 +103,7 @@ impl EdgeProcess {
         let options: EdgeConfig = serde_json::from_value(options)?;
         let metrics = Arc::new(EdgeMetrics::new());
         let log = open_log(&options, &metrics);
-        let shared = Arc::new(SharedContext::new(options, log, metrics, start.reckoning, start.spool));
+        let shared = Arc::new(SharedContext::new(options, log, metrics, start.anchored_clock, start.spool));
         if let Some(directory) = start.tickets {
             tickets::open(&shared.tickets, &shared.lanes, directory);
         }

@@ -62,13 +62,13 @@ impl SharedContext {
         options: EdgeConfig,
         log: Option<Arc<AccessLog>>,
         metrics: Arc<EdgeMetrics>,
-        reckoning: AnchoredClock,
+        anchored_clock: AnchoredClock,
         spool: Option<OwnedFd>,
     ) -> Self {
         let blocking = Arc::<BlockingPool>::default();
         let table = Arc::<RecordTable>::default();
         let ledger = Arc::<SharedBuckets>::default();
-        let lanes = LaneSet::new(&options, metrics.waiting.clone(), reckoning);
+        let lanes = LaneSet::new(&options, metrics.waiting.clone(), anchored_clock);
         let spool = Arc::new(Spool::new(spool, &options.spool, Arc::clone(&blocking)));
         let php = PhpPools::new(&options, Arc::clone(&metrics));
         let cluster = Arc::new(EdgeCluster::new(&options, Arc::clone(&table)));

@@ -66,7 +66,7 @@ pub struct ManagerParts {
     /// The file system that the edge sees. `None` means all that its user may see.
     pub edge_root: Option<Arc<EdgeRoot>>,
     /// Continues across restarts of edges.
-    pub reckoning: AnchoredClock,
+    pub anchored_clock: AnchoredClock,
     /// Where other nodes of a cluster reach the edge. `None` if it cannot join one.
     pub peers: Option<PeerSocketsFile>,
     pub node: Arc<SupervisedNode>,
@@ -526,7 +526,7 @@ fn describe<'a>(
         tickets: None,
         spool: None,
         root: None,
-        now_us: parts.reckoning.now_us(),
+        now_us: parts.anchored_clock.now_us(),
         peers: None,
         identity: None,
         small_pages: false,

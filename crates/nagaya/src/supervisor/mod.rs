@@ -123,7 +123,7 @@ pub fn serve(serve: ServeOptions) -> Result<(), ServeError> {
         tickets: runtime_dir::prepare_tickets(&settings, edge_identity, edge_root.is_some()),
         spool: runtime_dir::prepare_spool(&settings, edge_identity, edge_root.is_some()),
         edge_root,
-        reckoning: AnchoredClock::of_wall(),
+        anchored_clock: AnchoredClock::of_wall(),
         peers,
         node: Arc::clone(&node),
     };

@@ -160,7 +160,7 @@ fn edge_start(inherited: &InheritedFds, taker: &mut FdTaker) -> Result<nagaya_ed
         feed,
         tickets,
         spool,
-        reckoning: AnchoredClock::at(inherited.now_us),
+        anchored_clock: AnchoredClock::at(inherited.now_us),
         peers,
     })
 }

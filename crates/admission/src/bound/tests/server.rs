@@ -298,7 +298,7 @@ impl Simulation<'_> {
             self.starved = 0.0;
             let now = Moment((self.now * 1e6) as u64);
             if let Some(auto) = self.auto.as_mut().filter(|_| self.feels) {
-                auto.feel(now, pressure);
+                auto.observe_pressure(now, pressure);
             }
             let waiting = self.line.len() as u32;
             self.observe(LimitSample { running: self.running, waiting, service: None, work: 1.0 });

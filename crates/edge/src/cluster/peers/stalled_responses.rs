@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_placement::fence::{lease_term, max_elapsed};
+use nagaya_placement::lease::{lease_term, max_elapsed};
 use nagaya_placement::liveness::ProbeResult;
 use nagaya_records::NodeRecord;
 use tokio::sync::Notify;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use nagaya_placement::fence::{lease_term, max_elapsed};
+use nagaya_placement::lease::{lease_term, max_elapsed};
 use nagaya_records::feed::PlaceReply;
 use nagaya_records::{NodeName, NodeRecord, PlacementReason, RecordChange, SiteName};
 use nagaya_store::StoreError;

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::fence::{LeaseHolder, MoveBlocked, RenewId, RoundId, VOUCH_TERM, Vouch, VouchPromises};
+use nagaya_placement::lease::{LeaseHolder, MoveBlocked, RenewId, RoundId, VOUCH_TERM, Vouch, VouchPromises};
 use nagaya_records::{NodeName, NodeRecord};
 
 /// Time after which the store has done or given up any unconfirmed change. A change is given up by

@@ -5,7 +5,7 @@
 //! The end of the lease follows the records on the same feed. So its reader has read all that the
 //! store knew when it granted the lease.
 //!
-//! Not here: the worth of a lease (`nagaya_placement::fence`), the promises to and by this node
+//! Not here: the worth of a lease (`nagaya_placement::lease`), the promises to and by this node
 //! (`lease_manager`), the datagrams between members, holding requests (`nagaya_edge`), freezing
 //! (`nagaya_keeper`).
 

@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_placement::fence::{lease_term, max_elapsed};
+use nagaya_placement::lease::{lease_term, max_elapsed};
 use nagaya_records::NodeRecord;
 use nagaya_store::etcd::ClusterError;
 use tokio::sync::Notify;

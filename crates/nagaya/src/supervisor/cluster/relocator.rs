@@ -11,7 +11,7 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_placement::fence::MoveBlocked;
+use nagaya_placement::lease::MoveBlocked;
 use nagaya_placement::relocation::{
     self, AskId, CommitOutcome, PlacedAt, PlacementRefusal, PlanResult, RelocationMachine, WaiterId,
 };

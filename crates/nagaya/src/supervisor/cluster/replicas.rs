@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_placement::fence::{TERM_MAX, max_elapsed};
+use nagaya_placement::lease::{TERM_MAX, max_elapsed};
 use nagaya_records::instance::InstanceCommand;
 use nagaya_records::{Placement, PlacementReason, SiteName};
 use nagaya_store::etcd::{PlacementBasis, PlacementOutcome};

@@ -1,7 +1,7 @@
 //! Writes suspect marks into the store against nodes whose probes are late, and computes how long a
 //! takeover waits.
 //!
-//! Not here: why that is safe (`nagaya_placement::fence`, `suspect_marks`), when a probe is late
+//! Not here: why that is safe (`nagaya_placement::lease`, `suspect_marks`), when a probe is late
 //! (`nagaya_edge::peers`). Also not here: taking away a mark against this node, which is a part of
 //! its confirmation (`nagaya_records`).
 
@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_placement::fence::{RevisionAges, TERM_MAX, lease_term, max_elapsed};
+use nagaya_placement::lease::{RevisionAges, TERM_MAX, lease_term, max_elapsed};
 use nagaya_placement::relocation;
 use nagaya_placement::suspect_marks::{self, SuspectMarks};
 use nagaya_records::{NodeName, NodeRecord, Replica};

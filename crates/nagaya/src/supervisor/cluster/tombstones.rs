@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_placement::fence::{TERM_MAX, max_elapsed};
+use nagaya_placement::lease::{TERM_MAX, max_elapsed};
 use nagaya_records::{NodeName, Placement, PlacementReason, SiteName};
 use nagaya_store::{PAGE_LEN_MAX, Store, StoreError};
 

@@ -9,7 +9,7 @@
 //!
 //! The nonce is new in each round and comes back in the answers. So no answer of another round,
 //! or of an earlier life of this node, counts. A repeated question only extends a promise. Not
-//! here: the value of a vouch (`nagaya_placement::fence`), the decision to vouch (the
+//! here: the value of a vouch (`nagaya_placement::lease`), the decision to vouch (the
 //! supervisor), the socket (`probe`).
 
 use std::collections::VecDeque;

@@ -61,9 +61,9 @@ mod tests {
     #[test]
     fn it_goes_on_from_where_it_was() {
         let hour_ago = wall_us() - 3_600_000_000;
-        let reckoning = AnchoredClock::at(hour_ago);
-        let first = reckoning.now_us();
-        assert!(first >= hour_ago && reckoning.now_us() >= first);
+        let anchored_clock = AnchoredClock::at(hour_ago);
+        let first = anchored_clock.now_us();
+        assert!(first >= hour_ago && anchored_clock.now_us() >= first);
         assert!(first < wall_us() - 1_800_000_000, "the wall clock is of no concern to it");
     }
 
