@@ -5,11 +5,16 @@
 //! an array by index, in the part of the calling thread. So a request takes no lock, looks up no
 //! label and shares no cache line with another thread.
 //!
+//! Metrics of tenants, nodes and the like have labels that no declaration knows. Their owner counts
+//! them, and fills a [`MetricPage`] when a scraper asks.
+//!
 //! Not here: the metrics themselves; each crate declares its own in its `metrics.rs`.
 
+mod page;
 mod registry;
 mod series;
 mod shards;
 
+pub use page::{MetricFamily, MetricPage, MetricValue};
 pub use registry::{CONTENT_TYPE, LabelDimension, Registry};
 pub use series::{Counter, CounterFamily, Gauge, Histogram};
