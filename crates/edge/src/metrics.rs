@@ -10,7 +10,7 @@ use http::{Method, StatusCode, Version};
 use nagaya_base::Code;
 use nagaya_records::PlacementReason;
 use nagaya_records::instance::{Tier, WakeReport, WakeStage};
-use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, Registry};
+use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, MetricPage, Registry};
 
 use crate::tenants::TenantMetrics;
 
@@ -429,9 +429,9 @@ impl EdgeMetrics {
         self.registry.encode()
     }
 
-    /// Returns the counters of each tenant, in the text format.
-    pub fn encode_tenants(&self) -> String {
-        self.tenants_served.text()
+    /// Adds the counters of each tenant.
+    pub fn expose_tenants(&self, page: &mut MetricPage) {
+        self.tenants_served.expose(page);
     }
 
     /// Counts a wake that requests of a thread waited for.

@@ -1,5 +1,4 @@
-//! Counts requests by result, bytes, and CPU time of programs for each tenant. It writes them in
-//! the text format of Prometheus.
+//! Counts requests by result, bytes, and CPU time of programs for each tenant.
 //!
 //! A thread adds to numbers of its own, so that threads do not disturb each other. Each tenant is a
 //! label. Above a bound, all others are counted together. Not here: metrics with fixed labels
@@ -7,13 +6,13 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use foldhash::fast::RandomState;
 use http::StatusCode;
 use nagaya_records::TenantName;
+use nagaya_telemetry::{MetricPage, MetricValue};
 use parking_lot::Mutex;
 
 /// Maximum number of tenants with numbers of their own since the process began.
@@ -119,49 +118,41 @@ impl TenantMetrics {
         own.others = Some(add(&mut all.others));
     }
 
-    /// Returns the families, each with a sample for each tenant.
-    pub fn text(&self) -> String {
+    /// Adds the families, each with the samples of each tenant.
+    pub fn expose(&self, page: &mut MetricPage) {
         let sums: Vec<(String, TenantSum)> = {
             let all = self.all.lock();
             let named = all.named.iter().map(|(name, list)| (name.to_string(), TenantSum::of(list)));
             let others = (!all.others.is_empty()).then(|| (OTHERS.to_owned(), TenantSum::of(&all.others)));
             named.chain(others).collect()
         };
-        let mut out = String::new();
-        let head = |out: &mut String, name: &str, help: &str| {
-            // Writing to a string cannot fail.
-            let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} counter");
-        };
-        head(&mut out, "nagaya_tenant_requests_total", "Requests of a tenant's sites, by class of status");
+        let requests =
+            page.counters("nagaya_tenant_requests_total", "Requests of a tenant's sites, by class of status");
         for (tenant, sum) in &sums {
             for (class, count) in CLASSES.iter().zip(sum.requests).filter(|(_, count)| *count > 0) {
-                let _ = writeln!(
-                    out,
-                    "nagaya_tenant_requests_total{{tenant=\"{tenant}\",status=\"{class}\"}} {count}"
-                );
+                requests.add([("tenant", tenant), ("status", class)], count);
             }
         }
         let families: [TenantMetricFamily; 3] = [
-            ("nagaya_tenant_received_bytes_total", "Bytes of request bodies", |sum| sum.received as f64),
-            ("nagaya_tenant_sent_bytes_total", "Bytes of response bodies", |sum| sum.sent as f64),
+            ("nagaya_tenant_received_bytes_total", "Bytes of request bodies", |sum| sum.received.into()),
+            ("nagaya_tenant_sent_bytes_total", "Bytes of response bodies", |sum| sum.sent.into()),
             (
                 "nagaya_tenant_cpu_seconds_total",
                 "CPU time that requests' programs used, where it is known",
-                |sum| sum.cpu_us as f64 / 1e6,
+                |sum| (sum.cpu_us as f64 / 1e6).into(),
             ),
         ];
         for (name, help, value) in families {
-            head(&mut out, name, help);
+            let family = page.counters(name, help);
             for (tenant, sum) in &sums {
-                let _ = writeln!(out, "{name}{{tenant=\"{tenant}\"}} {}", value(sum));
+                family.add([("tenant", tenant)], value(sum));
             }
         }
-        out
     }
 }
 
 /// Name and help of a family of metrics, and its value of one tenant.
-type TenantMetricFamily = (&'static str, &'static str, fn(&TenantSum) -> f64);
+type TenantMetricFamily = (&'static str, &'static str, fn(&TenantSum) -> MetricValue);
 
 impl TenantCounters {
     fn add(&self, ended: EndedRequest) {
@@ -204,8 +195,14 @@ mod tests {
 
     fn add(tallies: &TenantMetrics, tenant: &str, status: u16) {
         let status = StatusCode::from_u16(status).unwrap();
-        let ended = EndedRequest { status, bytes_in: 5, bytes_out: 100, cpu_us: 0 };
+        let ended = EndedRequest { status, bytes_in: 5, bytes_out: 100, cpu_us: 250_000 };
         tallies.add(&TenantName::new(tenant).unwrap(), ended);
+    }
+
+    fn text(tallies: &TenantMetrics) -> String {
+        let mut page = MetricPage::default();
+        tallies.expose(&mut page);
+        page.encode()
     }
 
     #[test]
@@ -217,14 +214,17 @@ mod tests {
             scope.spawn(|| add(&tallies, "alice", 200));
             scope.spawn(|| add(&tallies, "bob", 503));
         });
-        let text = tallies.text();
+        let text = text(&tallies);
         for line in [
+            "# HELP nagaya_tenant_requests_total Requests of a tenant's sites, by class of status",
             "# TYPE nagaya_tenant_requests_total counter",
             "nagaya_tenant_requests_total{tenant=\"alice\",status=\"2xx\"} 2",
             "nagaya_tenant_requests_total{tenant=\"alice\",status=\"4xx\"} 1",
             "nagaya_tenant_requests_total{tenant=\"bob\",status=\"5xx\"} 1",
             "nagaya_tenant_received_bytes_total{tenant=\"alice\"} 15",
             "nagaya_tenant_sent_bytes_total{tenant=\"bob\"} 100",
+            "# TYPE nagaya_tenant_cpu_seconds_total counter",
+            "nagaya_tenant_cpu_seconds_total{tenant=\"bob\"} 0.25",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
         }
@@ -247,7 +247,7 @@ mod tests {
             });
         });
         assert_eq!(tallies.all.lock().others.len(), 2);
-        let text = tallies.text();
+        let text = text(&tallies);
         let count = text.lines().filter(|line| line.starts_with("nagaya_tenant_requests_total{")).count();
         assert_eq!(count, TENANTS_MAX + 1);
         assert!(text.contains("{tenant=\"(others)\",status=\"2xx\"} 5\n"));

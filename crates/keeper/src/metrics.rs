@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_records::instance::{Tier, WakeStage};
-use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, Registry};
+use nagaya_telemetry::{Counter, CounterFamily, Gauge, Histogram, LabelDimension, MetricPage, Registry};
 
 use crate::cells::{CellCounts, KeeperCells};
 use crate::mail::MailTallies;
@@ -235,7 +235,9 @@ impl KeeperMetrics {
             counter.add(now.saturating_sub(counter.get()));
         }
         // The metrics page combines those of one process.
-        self.registry.encode() + &self.mail.text()
+        let mut page = MetricPage::default();
+        self.mail.expose(&mut page);
+        self.registry.encode() + &page.encode()
     }
 
     fn set_costs(&self, instances: &InstanceFigures) {

@@ -1,13 +1,12 @@
-//! Writes metrics of lanes in the text format of Prometheus. Only the fullest lanes are included,
-//! because each is a label.
+//! Exposes metrics of lanes. Only the fullest lanes are included, because each is a label.
 //!
 //! Not here: metrics with fixed labels (`metrics`), rows for the command line (`explain`).
 
 use std::cmp::Reverse;
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use nagaya_admission::LaneReport;
+use nagaya_telemetry::{MetricPage, MetricValue};
 
 use crate::admission::lanes::EdgeLane;
 
@@ -15,82 +14,72 @@ use crate::admission::lanes::EdgeLane;
 /// operator's records and rules, never from a request.
 const LANES_MAX: usize = 100;
 
-/// A metric's name, type, help, and value in a lane. `None` if the lane has no value.
-type LaneMetric = (&'static str, &'static str, &'static str, fn(&LaneReport) -> Option<f64>);
+/// A metric's name, help, and value in a lane. `None` if the lane has no value.
+type LaneGauge = (&'static str, &'static str, fn(&LaneReport) -> Option<MetricValue>);
 
-const METRICS: [LaneMetric; 16] = [
-    ("nagaya_lane_running", "gauge", "Requests of a lane that run", |lane| Some(lane.running.into())),
-    ("nagaya_lane_run_limit", "gauge", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
-    ("nagaya_lane_waiting", "gauge", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
-    ("nagaya_lane_tickets", "gauge", "Tickets of a lane that are out", |lane| Some(lane.promised.into())),
-    ("nagaya_lane_predicted_wait_seconds", "gauge", "What a newcomer would wait", |lane| {
-        lane.wait.map(|wait| wait.as_secs_f64())
+const GAUGES: [LaneGauge; 10] = [
+    ("nagaya_lane_running", "Requests of a lane that run", |lane| Some(lane.running.into())),
+    ("nagaya_lane_run_limit", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
+    ("nagaya_lane_waiting", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
+    ("nagaya_lane_tickets", "Tickets of a lane that are out", |lane| Some(lane.promised.into())),
+    ("nagaya_lane_predicted_wait_seconds", "What a newcomer would wait", |lane| {
+        lane.wait.map(|wait| wait.as_secs_f64().into())
     }),
-    (
-        "nagaya_lane_drain_per_second",
-        "gauge",
-        "Requests that end in a second while there is a line",
-        |lane| lane.drain_per_second,
-    ),
-    ("nagaya_lane_service_seconds_median", "gauge", "Median of the time a request runs", |lane| {
-        lane.service_p50.map(|time| time.as_secs_f64())
+    ("nagaya_lane_drain_per_second", "Requests that end in a second while there is a line", |lane| {
+        lane.drain_per_second.map(MetricValue::from)
     }),
-    ("nagaya_lane_prediction_error_p50_percent", "gauge", "Median error of predicted waits", |lane| {
-        lane.calibration.error_p50_pct
+    ("nagaya_lane_service_seconds_median", "Median of the time a request runs", |lane| {
+        lane.service_p50.map(|time| time.as_secs_f64().into())
     }),
-    ("nagaya_lane_prediction_error_p90_percent", "gauge", "What nine of ten errors stayed below", |lane| {
-        lane.calibration.error_p90_pct
+    ("nagaya_lane_prediction_error_p50_percent", "Median error of predicted waits", |lane| {
+        lane.calibration.error_p50_pct.map(MetricValue::from)
     }),
-    ("nagaya_lane_prediction_bias_percent", "gauge", "Predicted less actual waits, of the actual", |lane| {
-        lane.calibration.bias_pct
+    ("nagaya_lane_prediction_error_p90_percent", "What nine of ten errors stayed below", |lane| {
+        lane.calibration.error_p90_pct.map(MetricValue::from)
     }),
-    (
-        "nagaya_lane_waits_untold_total",
-        "counter",
-        "Waits of which too little was known to tell them",
-        |lane| Some(lane.calibration.untold as f64),
-    ),
-    ("nagaya_lane_refused_total", "counter", "Requests refused without a ticket", |lane| {
-        Some(lane.counts.refused as f64)
+    ("nagaya_lane_prediction_bias_percent", "Predicted less actual waits, of the actual", |lane| {
+        lane.calibration.bias_pct.map(MetricValue::from)
     }),
-    ("nagaya_lane_promises_total", "counter", "Tickets given", |lane| Some(lane.counts.promised as f64)),
-    (
-        "nagaya_lane_promises_adopted_total",
-        "counter",
-        "Tickets given by other nodes that were shown here",
-        |lane| Some(lane.counts.adopted as f64),
-    ),
-    ("nagaya_lane_promises_kept_total", "counter", "Tickets that came in time and ran in time", |lane| {
-        Some(lane.counts.kept as f64)
-    }),
-    (
-        "nagaya_lane_promises_broken_total",
-        "counter",
-        "Tickets that came in time and ran after their slot",
-        |lane| Some(lane.counts.broken as f64),
-    ),
 ];
 
-/// Returns the families of all metrics above, each with a sample for each lane.
-pub fn text(mut lanes: Vec<(Arc<EdgeLane>, LaneReport)>) -> String {
+/// A metric's name, help, and count in a lane.
+type LaneCounter = (&'static str, &'static str, fn(&LaneReport) -> u64);
+
+const COUNTERS: [LaneCounter; 6] = [
+    ("nagaya_lane_waits_untold_total", "Waits of which too little was known to tell them", |lane| {
+        lane.calibration.untold
+    }),
+    ("nagaya_lane_refused_total", "Requests refused without a ticket", |lane| lane.counts.refused),
+    ("nagaya_lane_promises_total", "Tickets given", |lane| lane.counts.promised),
+    ("nagaya_lane_promises_adopted_total", "Tickets given by other nodes that were shown here", |lane| {
+        lane.counts.adopted
+    }),
+    ("nagaya_lane_promises_kept_total", "Tickets that came in time and ran in time", |lane| lane.counts.kept),
+    ("nagaya_lane_promises_broken_total", "Tickets that came in time and ran after their slot", |lane| {
+        lane.counts.broken
+    }),
+];
+
+/// Adds the families of all metrics above, each with a sample for each lane. Names of lanes that
+/// rules give may contain any character.
+pub fn expose(mut lanes: Vec<(Arc<EdgeLane>, LaneReport)>, page: &mut MetricPage) {
     let fullness = |lane: &LaneReport| (lane.waiting, lane.promised, lane.running, lane.counts.admitted);
     lanes.sort_by_key(|(_, lane)| Reverse(fullness(lane)));
     lanes.truncate(LANES_MAX);
-    let mut out = String::new();
-    for (name, kind, help, value) in METRICS {
-        let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-        for (lane, explained) in &lanes {
-            if let Some(value) = value(explained) {
-                let _ = writeln!(out, "{name}{{lane=\"{}\"}} {value}", escaped(&lane.label));
+    for (name, help, value) in GAUGES {
+        let family = page.gauges(name, help);
+        for (lane, report) in &lanes {
+            if let Some(value) = value(report) {
+                family.add([("lane", &lane.label)], value);
             }
         }
     }
-    out
-}
-
-/// Returns a label's value. Names of lanes that rules give may contain any character.
-fn escaped(label: &str) -> String {
-    label.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    for (name, help, count) in COUNTERS {
+        let family = page.counters(name, help);
+        for (lane, report) in &lanes {
+            family.add([("lane", &lane.label)], count(report));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -112,11 +101,15 @@ mod tests {
         let site: Site = serde_json::from_str(site).unwrap();
         let lane = lanes.of_site(&site, &tenant, &options);
         let _permit = lanes.enter_calm(&lane).unwrap();
-        let text = text(lanes.explain());
+        let mut page = MetricPage::default();
+        expose(lanes.explain(), &mut page);
+        let text = page.encode();
         assert!(text.contains("# TYPE nagaya_lane_running gauge\nnagaya_lane_running{lane=\""), "{text}");
         assert!(text.contains("\nnagaya_lane_running{lane=\"site s\"} 1\n"), "{text}");
         assert!(text.contains("\nnagaya_lane_run_limit{lane=\"site s\"} 7\n"), "{text}");
         assert!(!text.contains("nagaya_lane_drain_per_second{"), "{text}");
-        assert_eq!(escaped("lane s a\"b\\"), "lane s a\\\"b\\\\");
+        let refused = "# TYPE nagaya_lane_refused_total counter\nnagaya_lane_refused_total{lane=\"";
+        assert!(text.contains(refused), "{text}");
+        assert!(text.contains("\nnagaya_lane_refused_total{lane=\"site s\"} 0\n"), "{text}");
     }
 }

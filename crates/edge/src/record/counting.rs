@@ -77,6 +77,8 @@ impl ReceiptMetrics {
 
 #[cfg(test)]
 mod tests {
+    use nagaya_telemetry::MetricPage;
+
     use super::*;
     use crate::record::access_log::tests::record;
 
@@ -86,6 +88,8 @@ mod tests {
         let mut nobodys = record("/", None);
         nobodys.site = None;
         metrics.request(&nobodys);
-        assert!(!metrics.encode_tenants().contains("tenant="));
+        let mut page = MetricPage::default();
+        metrics.expose_tenants(&mut page);
+        assert!(!page.encode().contains("tenant="));
     }
 }

@@ -17,6 +17,7 @@ use nagaya_records::feed::{FeedQuery, FetchResult, FromSupervisor, PlaceReply, T
 use nagaya_records::instance::{AppLoad, DemandReport};
 use nagaya_records::record::RecordChange;
 use nagaya_records::{TenantName, feed};
+use nagaya_telemetry::MetricPage;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -249,11 +250,11 @@ impl EdgeProcess {
     fn answer(&mut self, tag: u64, question: FeedQuery) -> io::Result<()> {
         let text = match question {
             FeedQuery::Metrics => {
-                let lanes = exposition::text(self.shared.lanes.explain());
-                self.shared.metrics.encode()
-                    + &self.shared.metrics.encode_tenants()
-                    + &lanes
-                    + &self.shared.cluster.peers.tallies.exposition()
+                let mut page = MetricPage::default();
+                self.shared.metrics.expose_tenants(&mut page);
+                exposition::expose(self.shared.lanes.explain(), &mut page);
+                self.shared.cluster.peers.tallies.expose(&mut page);
+                self.shared.metrics.encode() + &page.encode()
             }
             FeedQuery::Status => self.status().to_string(),
             FeedQuery::Requests => self.requests().to_string(),

@@ -1,12 +1,12 @@
-//! Metrics of the mail that tenants send by the relay, in the text format of Prometheus.
+//! Metrics of the mail that tenants send by the relay.
 //!
 //! Each tenant is a label. Above a maximum, all others are counted together. Not here: limits of
 //! sending (`desk`).
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 
 use nagaya_records::TenantName;
+use nagaya_telemetry::{MetricFamily, MetricPage};
 use parking_lot::Mutex;
 
 /// Maximum number of tenants with numbers of their own since the process began.
@@ -118,49 +118,44 @@ impl MailTallies {
         change(others.get_or_insert_default());
     }
 
-    /// Returns the families, each with the samples of each tenant.
-    pub fn text(&self) -> String {
+    /// Adds the families, each with the samples of each tenant.
+    pub fn expose(&self, page: &mut MetricPage) {
         let all: Vec<(String, MailCounts)> = {
             let TenantMailCounts { named, others } = &*self.0.lock();
             let named = named.iter().map(|(name, tally)| (name.to_string(), tally.clone()));
             named.chain(others.clone().map(|tally| (OTHERS.to_owned(), tally))).collect()
         };
-        let mut out = String::new();
-        let labelled: [(&str, &str, &str, &[&str], CountsField); 2] = [
-            ("messages", "Messages of tenants, by how they ended", "end", &ENDS, |tally| &tally.messages),
-            ("refusals", "What the relay for mail did not take", "reason", &REASONS, |tally| &tally.refusals),
-        ];
-        for (name, help, label, values, counts) in labelled {
-            begin_family(&mut out, name, help);
-            for (tenant, tally) in &all {
-                for (value, count) in values.iter().zip(counts(tally)).filter(|(_, count)| **count > 0) {
-                    let labels = format!("tenant=\"{tenant}\",{label}=\"{value}\"");
-                    let _ = writeln!(out, "nagaya_mail_{name}_total{{{labels}}} {count}");
-                }
-            }
+        let messages = page.counters("nagaya_mail_messages_total", "Messages of tenants, by how they ended");
+        for (tenant, tally) in &all {
+            add_occurred(messages, tenant, "end", ENDS.iter().zip(tally.messages));
         }
-        let plain: [(&str, &str, CountField); 2] = [
-            ("recipients", "Recipients whom the mail server has taken", |tally| tally.recipients),
-            ("bytes", "Bytes of messages that went to the mail server", |tally| tally.bytes),
-        ];
-        for (name, help, count) in plain {
-            begin_family(&mut out, name, help);
-            for (tenant, tally) in &all {
-                let _ = writeln!(out, "nagaya_mail_{name}_total{{tenant=\"{tenant}\"}} {}", count(tally));
-            }
+        let refusals = page.counters("nagaya_mail_refusals_total", "What the relay for mail did not take");
+        for (tenant, tally) in &all {
+            add_occurred(refusals, tenant, "reason", REASONS.iter().zip(tally.refusals));
         }
-        out
+        let recipients =
+            page.counters("nagaya_mail_recipients_total", "Recipients whom the mail server has taken");
+        for (tenant, tally) in &all {
+            recipients.add([("tenant", tenant)], tally.recipients);
+        }
+        let bytes =
+            page.counters("nagaya_mail_bytes_total", "Bytes of messages that went to the mail server");
+        for (tenant, tally) in &all {
+            bytes.add([("tenant", tenant)], tally.bytes);
+        }
     }
 }
 
-/// Accessor of a family's counts with a label besides the tenant, and of the count of a family
-/// without one.
-type CountsField = fn(&MailCounts) -> &[u64];
-type CountField = fn(&MailCounts) -> u64;
-
-/// Writes the head of a family. Writing to a string cannot fail.
-fn begin_family(out: &mut String, name: &str, help: &str) {
-    let _ = writeln!(out, "# HELP nagaya_mail_{name}_total {help}\n# TYPE nagaya_mail_{name}_total counter");
+/// Adds a tenant's samples with one more label, except counts of 0.
+fn add_occurred<'a>(
+    family: &mut MetricFamily,
+    tenant: &str,
+    label: &'static str,
+    counts: impl Iterator<Item = (&'a &'a str, u64)>,
+) {
+    for (value, count) in counts.filter(|(_, count)| *count > 0) {
+        family.add([("tenant", tenant), (label, value)], count);
+    }
 }
 
 #[cfg(test)]
@@ -169,6 +164,12 @@ mod tests {
 
     fn name(text: &str) -> TenantName {
         TenantName::new(text).unwrap()
+    }
+
+    fn text(tallies: &MailTallies) -> String {
+        let mut page = MetricPage::default();
+        tallies.expose(&mut page);
+        page.encode()
     }
 
     #[test]
@@ -182,8 +183,9 @@ mod tests {
         tallies.count_bytes(&alice, 70);
         tallies.count_refusal(&alice, RefusalReason::NoServer);
         tallies.count_refusal(&alice, RefusalReason::Sessions);
-        let text = tallies.text();
+        let text = text(&tallies);
         for line in [
+            "# HELP nagaya_mail_messages_total Messages of tenants, by how they ended",
             "# TYPE nagaya_mail_messages_total counter",
             r#"nagaya_mail_messages_total{tenant="alice",end="handed_over"} 1"#,
             r#"nagaya_mail_messages_total{tenant="bob",end="broken_off"} 1"#,
@@ -202,7 +204,7 @@ mod tests {
         for number in 0..TENANTS_MAX + 5 {
             tallies.count_recipient(&name(&format!("t{number}")));
         }
-        let text = tallies.text();
+        let text = text(&tallies);
         let samples = text.lines().filter(|line| line.starts_with("nagaya_mail_recipients_total{"));
         assert_eq!(samples.count(), TENANTS_MAX + 1);
         assert!(text.contains("nagaya_mail_recipients_total{tenant=\"(others)\"} 5\n"), "{text}");

@@ -1,13 +1,13 @@
-//! Counts events of each other node, and writes them for `/metrics` and `nagaya status`.
+//! Counts events of each other node, for `/metrics` and `nagaya status`.
 //!
 //! Not here: metrics with fixed labels (`metrics`).
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
 use nagaya_records::NodeName;
+use nagaya_telemetry::MetricPage;
 use parking_lot::RwLock;
 use serde_json::{Value, json};
 
@@ -82,57 +82,43 @@ impl PeerCounterTable {
         }
     }
 
-    /// Returns the text form of Prometheus. Empty if there are no other nodes.
-    pub fn exposition(&self) -> String {
+    /// Adds the families, each with the samples of each node. It adds none if there are no other
+    /// nodes.
+    pub fn expose(&self, page: &mut MetricPage) {
         let tallies = self.0.read();
-        let mut out = String::new();
         if tallies.is_empty() {
-            return out;
+            return;
         }
-        family(&mut out, "nagaya_peer_requests_total", "counter", "Requests sent to another node, by result");
+        let requests =
+            page.counters("nagaya_peer_requests_total", "Requests sent to another node, by result");
         for (node, tally) in &*tallies {
             for (outcome, count) in OUTCOMES.iter().zip(&tally.forwarded) {
-                let count = count.load(Ordering::Relaxed);
-                let _ = writeln!(
-                    out,
-                    "nagaya_peer_requests_total{{node=\"{node}\",outcome=\"{outcome}\"}} {count}"
-                );
+                let labels = [("node", node.as_str()), ("outcome", outcome)];
+                requests.add(labels, count.load(Ordering::Relaxed));
             }
         }
-        family(&mut out, "nagaya_peer_probes_total", "counter", "Probes of another node, by result");
+        let probes = page.counters("nagaya_peer_probes_total", "Probes of another node, by result");
         for (node, tally) in &*tallies {
             for (found, count) in FOUND.iter().zip(&tally.probes) {
-                let count = count.load(Ordering::Relaxed);
-                let _ =
-                    writeln!(out, "nagaya_peer_probes_total{{node=\"{node}\",found=\"{found}\"}} {count}");
+                probes.add([("node", node.as_str()), ("found", found)], count.load(Ordering::Relaxed));
             }
         }
-        family(
-            &mut out,
+        let false_alarms = page.counters(
             "nagaya_peer_false_alarms_total",
-            "counter",
             "Probes that found silence where an answer came after all",
         );
         for (node, tally) in &*tallies {
-            let count = tally.false_alarms.load(Ordering::Relaxed);
-            let _ = writeln!(out, "nagaya_peer_false_alarms_total{{node=\"{node}\"}} {count}");
+            false_alarms.add([("node", node.as_str())], tally.false_alarms.load(Ordering::Relaxed));
         }
-        family(&mut out, "nagaya_peer_connections", "gauge", "Connections to another node");
+        let connections = page.gauges("nagaya_peer_connections", "Connections to another node");
         for (node, tally) in &*tallies {
-            let count = tally.connections.load(Ordering::Relaxed);
-            let _ = writeln!(out, "nagaya_peer_connections{{node=\"{node}\"}} {count}");
+            connections.add([("node", node.as_str())], tally.connections.load(Ordering::Relaxed));
         }
-        family(
-            &mut out,
-            "nagaya_peer_round_trip_seconds",
-            "gauge",
-            "Smoothed time of a probe to another node and back",
-        );
+        let round_trips = page
+            .gauges("nagaya_peer_round_trip_seconds", "Smoothed time of a probe to another node and back");
         for (node, tally) in &*tallies {
-            let seconds = seconds(&tally.round_trip_us);
-            let _ = writeln!(out, "nagaya_peer_round_trip_seconds{{node=\"{node}\"}} {seconds}");
+            round_trips.add([("node", node.as_str())], seconds(&tally.round_trip_us));
         }
-        out
     }
 
     /// Returns rows for `nagaya status`.
@@ -160,10 +146,6 @@ impl PeerCounterTable {
     }
 }
 
-fn family(out: &mut String, name: &str, kind: &str, help: &str) {
-    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-}
-
 fn seconds(us: &AtomicU64) -> f64 {
     us.load(Ordering::Relaxed) as f64 / 1e6
 }
@@ -172,22 +154,31 @@ fn seconds(us: &AtomicU64) -> f64 {
 mod tests {
     use super::*;
 
+    fn text(tallies: &PeerCounterTable) -> String {
+        let mut page = MetricPage::default();
+        tallies.expose(&mut page);
+        page.encode()
+    }
+
     #[test]
     fn a_node_is_counted_under_its_name() {
         let (tallies, node) = (PeerCounterTable::default(), NodeName::new("b").unwrap());
-        assert_eq!(tallies.exposition(), "");
+        assert_eq!(text(&tallies), "");
         tallies.forwarded(&node, "answered");
         tallies.forwarded(&node, "answered");
         tallies.probed(&node, "silent");
         tallies.measured(&node, 250, 20_000, 1);
         tallies.connected(&node, 2);
         tallies.connected(&node, -1);
-        let text = tallies.exposition();
+        let text = text(&tallies);
         for line in [
+            "# TYPE nagaya_peer_requests_total counter",
             r#"nagaya_peer_requests_total{node="b",outcome="answered"} 2"#,
             r#"nagaya_peer_requests_total{node="b",outcome="silent"} 0"#,
             r#"nagaya_peer_probes_total{node="b",found="silent"} 1"#,
             r#"nagaya_peer_false_alarms_total{node="b"} 1"#,
+            "# HELP nagaya_peer_connections Connections to another node",
+            "# TYPE nagaya_peer_connections gauge",
             r#"nagaya_peer_connections{node="b"} 1"#,
             r#"nagaya_peer_round_trip_seconds{node="b"} 0.00025"#,
         ] {

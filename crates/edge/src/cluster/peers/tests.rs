@@ -24,6 +24,7 @@ use nagaya_records::cell::LimitSet as CellLimits;
 use nagaya_records::feed::{PlaceReply, ToSupervisor};
 use nagaya_records::record::RecordChange;
 use nagaya_records::{NodeName, NodeRecord, Placement, PlacementReason, SiteName};
+use nagaya_telemetry::MetricPage;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -622,7 +623,9 @@ fn request_goes_to_its_sites_node_and_the_receipt_names_it() {
         let id = format!("{:032x}", 1);
         let told: serde_json::Value = serde_json::from_str(&explain(&node, &id)).unwrap();
         assert_eq!(told["place"]["peer"]["node"], "b");
-        let text = node.shared.cluster.peers.tallies.exposition();
+        let mut page = MetricPage::default();
+        node.shared.cluster.peers.tallies.expose(&mut page);
+        let text = page.encode();
         assert!(text.contains(r#"nagaya_peer_requests_total{node="b",outcome="answered"} 1"#), "{text}");
     });
 }
