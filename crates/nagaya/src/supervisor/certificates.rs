@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nagaya_telemetry::MetricPage;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
-use super::exposition::MetricPage;
 use super::node::SupervisedNode;
 use crate::certificates::{self, CertificateScan, HostNearness, TlsCertificate, unix_now};
 
@@ -58,26 +58,26 @@ impl CertificateWatch {
     pub fn expose(&self, page: &mut MetricPage) {
         let found = self.found.lock();
         let Some(found) = &*found else { return };
-        let counted = |state: &str, count: usize| (format!("state=\"{state}\""), count as u64);
         let of =
             |wanted: HostNearness| found.certificates.iter().filter(|one| one.nearness == wanted).count();
         let states = [
-            counted("far", of(HostNearness::Far)),
-            counted("30_days", of(HostNearness::Month)),
-            counted("7_days", of(HostNearness::Week)),
-            counted("1_day", of(HostNearness::Day)),
-            counted("over", of(HostNearness::Over)),
-            counted("broken", found.broken.len()),
+            ("far", of(HostNearness::Far)),
+            ("30_days", of(HostNearness::Month)),
+            ("7_days", of(HostNearness::Week)),
+            ("1_day", of(HostNearness::Day)),
+            ("over", of(HostNearness::Over)),
+            ("broken", found.broken.len()),
         ];
-        page.family("nagaya_certificates", "gauge", "Certificates by how soon they end.", &states);
+        let certificates = page.gauges("nagaya_certificates", "Certificates by how soon they end.");
+        for (state, count) in states {
+            certificates.add([("state", state)], count as u64);
+        }
         if let Some(first) = found.certificates.first() {
-            let ends = [(String::new(), u64::try_from(first.ends).unwrap_or_default())];
-            page.family(
+            let ends = page.gauges(
                 "nagaya_certificate_first_end_timestamp_seconds",
-                "gauge",
                 "Unix time at which the first certificate ends.",
-                &ends,
             );
+            ends.add([], u64::try_from(first.ends).unwrap_or_default());
         }
     }
 }

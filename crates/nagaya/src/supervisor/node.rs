@@ -13,6 +13,7 @@ use nagaya_keeper::image::ClusterKey;
 use nagaya_records::feed::{FeedQuery, FromSupervisor};
 use nagaya_records::instance::{ExecCommand, InstanceCommand};
 use nagaya_store::{Store, StoreError};
+use nagaya_telemetry::{MetricFamily, MetricPage};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -21,7 +22,7 @@ use super::balance::BalanceState;
 use super::certificates::CertificateWatch;
 use super::child::{ProcessRole, rss_bytes};
 use super::cluster::{ClusterHandle, ClusterMember, not_configured};
-use super::exposition::{MetricPage, merge};
+use super::exposition::merge;
 use super::feed::{CommittedBatch, ProcessFeed};
 use super::stored_rules::StoredRules;
 use super::tenant_watch;
@@ -271,57 +272,45 @@ impl SupervisedNode {
         let revision = self.store.revision().unwrap_or_default();
         let counts = self.store.counts().unwrap_or_default();
         let state = self.state.lock();
-        let one = |value| [(String::new(), value)];
-        let each = |value: fn(&ProcessStatus) -> Option<u64>| -> Vec<(String, u64)> {
-            let of =
-                |role: &ProcessRole| Some((label(role.name()), value(&state.processes[*role as usize])?));
-            ProcessRole::ALL.iter().filter_map(of).collect()
-        };
-        let mut rss = each(|process| process.pid.and_then(rss_bytes));
-        rss.extend(own_pid().and_then(rss_bytes).map(|bytes| (label("supervisor"), bytes)));
         let mut page = MetricPage::default();
-        let build = [(format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), 1)];
-        page.family("nagaya_build_info", "gauge", "The version that runs.", &build);
-        page.family(
-            "nagaya_start_time_seconds",
-            "gauge",
-            "Unix time at which the node started.",
-            &one(self.started_unix),
-        );
-        page.family(
-            "nagaya_ready",
-            "gauge",
-            "Whether the node serves.",
-            &one(u64::from(state.ready && !state.draining)),
-        );
-        page.family("nagaya_store_tenants", "gauge", "Tenants in the store.", &one(counts.tenants));
-        page.family("nagaya_store_sites", "gauge", "Sites in the store.", &one(counts.sites));
-        page.family(
-            "nagaya_store_settings",
-            "gauge",
-            "Settings of rules in the store.",
-            &one(counts.settings),
-        );
-        page.family("nagaya_store_revision", "gauge", "Revision of the store.", &one(revision));
-        let fed = each(|process| process.revision);
-        page.family("nagaya_process_revision", "gauge", "Revision each process serves.", &fed);
-        let up = each(|process| Some(u64::from(process.pid.is_some())));
-        page.family("nagaya_process_up", "gauge", "Whether the process runs.", &up);
-        let restarts = each(|process| Some(process.restarts));
-        page.family("nagaya_process_restarts_total", "counter", "Starts after an unwanted end.", &restarts);
-        page.family("nagaya_process_resident_memory_bytes", "gauge", "Resident memory of the process.", &rss);
-        let reloads = [
-            ("result=\"accepted\"".into(), state.reloads),
-            ("result=\"refused\"".into(), state.reloads_refused),
-        ];
-        page.family("nagaya_config_reloads_total", "counter", "Reloads of the configuration.", &reloads);
+        page.gauges("nagaya_build_info", "The version that runs.")
+            .add([("version", env!("CARGO_PKG_VERSION"))], 1u64);
+        page.gauges("nagaya_start_time_seconds", "Unix time at which the node started.")
+            .add([], self.started_unix);
+        page.gauges("nagaya_ready", "Whether the node serves.")
+            .add([], u64::from(state.ready && !state.draining));
+        page.gauges("nagaya_store_tenants", "Tenants in the store.").add([], counts.tenants);
+        page.gauges("nagaya_store_sites", "Sites in the store.").add([], counts.sites);
+        page.gauges("nagaya_store_settings", "Settings of rules in the store.").add([], counts.settings);
+        page.gauges("nagaya_store_revision", "Revision of the store.").add([], revision);
+        let add_each = |family: &mut MetricFamily, value: fn(&ProcessStatus) -> Option<u64>| {
+            for role in ProcessRole::ALL {
+                if let Some(value) = value(&state.processes[role as usize]) {
+                    family.add([("process", role.name())], value);
+                }
+            }
+        };
+        let fed = page.gauges("nagaya_process_revision", "Revision each process serves.");
+        add_each(fed, |process| process.revision);
+        let up = page.gauges("nagaya_process_up", "Whether the process runs.");
+        add_each(up, |process| Some(u64::from(process.pid.is_some())));
+        let restarts = page.counters("nagaya_process_restarts_total", "Starts after an unwanted end.");
+        add_each(restarts, |process| Some(process.restarts));
+        let rss = page.gauges("nagaya_process_resident_memory_bytes", "Resident memory of the process.");
+        add_each(rss, |process| process.pid.and_then(rss_bytes));
+        if let Some(bytes) = own_pid().and_then(rss_bytes) {
+            rss.add([("process", "supervisor")], bytes);
+        }
+        let reloads = page.counters("nagaya_config_reloads_total", "Reloads of the configuration.");
+        reloads.add([("result", "accepted")], state.reloads);
+        reloads.add([("result", "refused")], state.reloads_refused);
         if let Some(cluster) = &self.cluster {
             cluster.health.expose(&mut page);
         }
         self.certificates.expose(&mut page);
         self.tenants.expose(&mut page);
         self.balance.told.expose(&mut page);
-        page.into_text()
+        page.encode()
     }
 }
 
@@ -383,10 +372,6 @@ impl admin::AdminNode for SupervisedNode {
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {
         Box::pin(self.query_process(ProcessRole::Edge, FeedQuery::Explain { id }))
     }
-}
-
-fn label(process: &str) -> String {
-    format!("process=\"{process}\"")
 }
 
 fn own_pid() -> Option<i32> {

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use nagaya_records::check::IdPolicy;
 use nagaya_store::{PAGE_LEN_MAX, Store, StoreError};
+use nagaya_telemetry::MetricPage;
 use nix::unistd::Uid;
 use parking_lot::Mutex;
 
-use super::exposition::MetricPage;
 use super::node::SupervisedNode;
 use crate::doctor::tenants::TenantFinding;
 use crate::tenant_ids::IdSource;
@@ -29,12 +29,11 @@ pub struct TenantWatch {
 impl TenantWatch {
     pub fn expose(&self, page: &mut MetricPage) {
         let Some(count) = *self.warnings.lock() else { return };
-        page.family(
+        let warnings = page.gauges(
             "nagaya_tenant_warnings",
-            "gauge",
             "Ids and homes of tenants that are not as they should be, at the last look.",
-            &[(String::new(), count as u64)],
         );
+        warnings.add([], count as u64);
     }
 }
 
@@ -105,6 +104,6 @@ mod tests {
         *watch.warnings.lock() = Some(1);
         let mut page = MetricPage::default();
         watch.expose(&mut page);
-        assert!(page.into_text().contains("\nnagaya_tenant_warnings 1\n"));
+        assert!(page.encode().contains("\nnagaya_tenant_warnings 1\n"));
     }
 }

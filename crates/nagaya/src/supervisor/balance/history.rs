@@ -9,11 +9,11 @@ use std::time::Instant;
 use nagaya_base::{Clock as _, SystemClock};
 use nagaya_placement::balance::{self, BalanceStep};
 use nagaya_records::SiteName;
+use nagaya_telemetry::MetricPage;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::supervisor::cluster::unix_ms;
-use crate::supervisor::exposition::MetricPage;
 
 /// Decisions that are kept, of all sites.
 const DECISIONS_MAX: usize = 1_024;
@@ -163,25 +163,17 @@ impl BalanceHistory {
     pub fn expose(&self, page: &mut MetricPage) {
         let state = self.0.lock();
         let ends = ["done", "failed"];
-        let mut counts = Vec::new();
+        let decisions = page.counters(
+            "nagaya_balance_decisions_total",
+            "Steps that were decided for applications because of their load, and how they ended.",
+        );
         for (step, ended) in KINDS.iter().zip(state.counts) {
             for (end, count) in ends.iter().zip(ended) {
-                counts.push((format!("step=\"{step}\",end=\"{end}\""), count));
+                decisions.add([("step", step), ("end", end)], count);
             }
         }
         let short = state.now.values().filter(|seen| seen.short_seconds.is_some()).count() as u64;
-        page.family(
-            "nagaya_balance_decisions_total",
-            "counter",
-            "Steps that were decided for applications because of their load, and how they ended.",
-            &counts,
-        );
-        page.family(
-            "nagaya_balance_short",
-            "gauge",
-            "Applications that are short of CPU now.",
-            &[(String::new(), short)],
-        );
+        page.gauges("nagaya_balance_short", "Applications that are short of CPU now.").add([], short);
     }
 }
 
@@ -244,7 +236,7 @@ mod tests {
         );
         let mut page = MetricPage::default();
         told.expose(&mut page);
-        let page = page.into_text();
+        let page = page.encode();
         for line in [
             "nagaya_balance_decisions_total{step=\"raise\",end=\"done\"} 1\n",
             "nagaya_balance_decisions_total{step=\"move\",end=\"failed\"} 1\n",

@@ -6,10 +6,9 @@ use std::sync::{Arc, Weak};
 
 use nagaya_store::ClusterStore;
 use nagaya_store::etcd::RefusedValues;
+use nagaya_telemetry::MetricPage;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-
-use crate::supervisor::exposition::MetricPage;
 
 /// Shared by the cluster's thread and queries about the node.
 #[derive(Default)]
@@ -54,25 +53,19 @@ impl StoreHealth {
     }
 
     pub fn expose(&self, page: &mut MetricPage) {
-        let one = |value| [(String::new(), value)];
         let refusals = self.refusals();
-        page.family(
+        let refused = page.counters(
             "nagaya_cluster_values_refused_total",
-            "counter",
             "Values of the cluster's store that did not count: unsigned, forged, put back, or unreadable.",
-            &one(refusals.total),
         );
-        page.family(
-            "nagaya_cluster_values_refused",
-            "gauge",
-            "Such values that are in the cluster's store now.",
-            &one(refusals.standing as u64),
-        );
-        page.family(
+        refused.add([], refusals.total);
+        let standing =
+            page.gauges("nagaya_cluster_values_refused", "Such values that are in the cluster's store now.");
+        standing.add([], refusals.standing as u64);
+        let insecure = page.gauges(
             "nagaya_cluster_store_insecure",
-            "gauge",
             "Whether the cluster's store is reached in clear text or without a login.",
-            &one(u64::from(self.state.lock().weakness.is_some())),
         );
+        insecure.add([], u64::from(self.state.lock().weakness.is_some()));
     }
 }
