@@ -209,8 +209,6 @@ pub struct EdgeMetrics {
     log_lines: CounterFamily<1>,
     pub sites: Gauge,
     pub tenants: Gauge,
-    /// Revision of the store that this process has reached.
-    pub revision: Gauge,
 }
 
 /// Metrics of client networks.
@@ -418,7 +416,6 @@ impl EdgeMetrics {
             ),
             sites: r.gauge("sites", "Sites known"),
             tenants: r.gauge("tenants", "Tenants known"),
-            revision: r.gauge("store_revision", "Revision of the store this process has reached"),
             registry: r,
             tenants_served: TenantMetrics::default(),
         }

@@ -16,5 +16,5 @@ mod series;
 mod shards;
 
 pub use page::{MetricFamily, MetricPage, MetricValue};
-pub use registry::{CONTENT_TYPE, LabelDimension, Registry};
+pub use registry::{LabelDimension, Registry};
 pub use series::{Counter, CounterFamily, Gauge, Histogram};

@@ -9,9 +9,6 @@ use prometheus_client::registry::Unit;
 
 use crate::series::{Counter, CounterFamily, Gauge, Histogram};
 
-/// The media type of [`Registry::encode`], for the response to a scraper.
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
 /// One label and every value it can have.
 #[derive(Clone, Copy)]
 pub struct LabelDimension {
@@ -113,11 +110,12 @@ impl Registry {
         histogram
     }
 
-    /// Returns all metrics in OpenMetrics text, which Prometheus reads, too.
+    /// Returns all metrics in Prometheus' text format, version 0.0.4 ("Exposition formats" in its
+    /// documentation).
     pub fn encode(&self) -> String {
         let mut out = String::new();
         text::encode(&mut out, &self.0).expect("a String takes whatever is written to it");
-        out
+        name_counters_by_samples(&out)
     }
 
     fn add<M>(&mut self, name: &str, help: &str, metric: M) -> M
@@ -127,6 +125,34 @@ impl Registry {
         self.0.register(name, help, metric.clone());
         metric
     }
+}
+
+/// Turns OpenMetrics text into Prometheus' older format. There, `HELP` and `TYPE` of a counter have
+/// the name of its samples, which ends with `_total`, and nothing states units or the end.
+fn name_counters_by_samples(openmetrics: &str) -> String {
+    let mut out = String::with_capacity(openmetrics.len());
+    let mut help: Option<&str> = None;
+    for line in openmetrics.lines() {
+        if line.starts_with("# HELP ") {
+            // Its kind follows on the next line.
+            help = Some(line);
+            continue;
+        }
+        let counter = line.strip_prefix("# TYPE ").and_then(|rest| rest.strip_suffix(" counter"));
+        if let Some(help) = help.take() {
+            let text = counter.and_then(|name| help.strip_prefix("# HELP ")?.strip_prefix(name));
+            match (counter, text) {
+                (Some(name), Some(text)) => out.extend(["# HELP ", name, "_total", text, "\n"]),
+                _ => out.extend([help, "\n"]),
+            }
+        }
+        match counter {
+            Some(name) => out.extend(["# TYPE ", name, "_total counter\n"]),
+            None if line.starts_with("# UNIT ") || line == "# EOF" => {}
+            None => out.extend([line, "\n"]),
+        }
+    }
+    out
 }
 
 #[cfg(test)]
@@ -150,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn names_units_and_labels_come_out_as_openmetrics() {
+    fn names_and_labels_come_out_in_prometheus_text_format() {
         let mut registry = Registry::new();
         let hats = registry.counter("hats", "Hats sold");
         let felt = registry.bytes_counter("felt", "Felt used");
@@ -169,20 +195,21 @@ mod tests {
         assert_eq!(by.get([1, 2]), 5);
         let text = registry.encode();
         for line in [
-            "# TYPE nagaya_hats counter",
+            "# HELP nagaya_hats_total Hats sold.",
+            "# TYPE nagaya_hats_total counter",
+            "# TYPE nagaya_shops_open gauge",
             "nagaya_hats_total 3",
-            "# UNIT nagaya_felt_bytes bytes",
             "nagaya_felt_bytes_total 70",
             r#"nagaya_hats_by_total{colour="red",size="s"} 1"#,
             r#"nagaya_hats_by_total{colour="blue",size="l"} 5"#,
             "nagaya_shops_open -1",
             r#"nagaya_worn_seconds_total{colour="blue"} 1.5"#,
             r#"nagaya_lace_bytes_total{colour="red"} 9"#,
-            "# EOF",
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
         }
-        assert_eq!(text.matches("nagaya_hats_by_total").count(), 2, "only what occurred");
+        assert_eq!(text.matches("nagaya_hats_by_total{").count(), 2, "only what occurred");
+        assert!(!text.contains("# UNIT") && !text.contains("# EOF"), "{text}");
     }
 
     #[test]

@@ -271,7 +271,8 @@ impl DerefMut for ResponseFields {
     }
 }
 
-/// Observes how one response is sent. If it is dropped without a call, the response counts as aborted.
+/// Observes how one response is sent. If it is dropped without a call, the response counts as
+/// aborted.
 pub trait SendObserver {
     /// Reports that `bytes` of body were sent; `complete` is true if that is all of it.
     fn sent(&mut self, bytes: u64, complete: bool);

@@ -134,7 +134,6 @@ impl SharedContext {
 
     pub fn set_revision(&self, revision: u64) {
         self.table.change(|table| table.set_revision(revision));
-        self.metrics.revision.set(i64::try_from(revision).unwrap_or(i64::MAX));
     }
 
     pub fn set_options(&self, options: EdgeConfig) {
