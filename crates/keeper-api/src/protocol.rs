@@ -284,7 +284,7 @@ pub enum FailureKind {
     Busy,
     /// It was started and failed, or took too long to listen.
     Broken,
-    /// The message itself was not acceptable.
+    /// The message itself was not acceptable, or the site's record does not allow it.
     Invalid,
     /// The node has no lease now: nothing placed on it runs. It may get the lease back in a moment.
     Fenced,

@@ -10,6 +10,7 @@
 
 mod files;
 mod network;
+mod program_view;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -34,6 +35,8 @@ use crate::sandbox::{self, FilterInstruction};
 use crate::sys::UnixIdentity;
 
 use self::files::EnclosureMounts;
+
+pub use program_view::{HiddenPath, ProgramView, hiding_directory};
 
 /// Maximum number of enclosures. Beyond it the least recently used one without programs is removed.
 pub const ENCLOSURES_MAX: usize = 1024;
@@ -163,6 +166,14 @@ impl Enclosures {
     /// Returns how many there are, and how many were made.
     pub fn numbers(&self) -> (usize, u64) {
         (self.entries.lock().len(), self.made.load(Ordering::Relaxed))
+    }
+
+    /// Returns which files of the node the tenant's programs see.
+    pub fn view(&self, tenant: &Tenant, identity: Option<UnixIdentity>) -> ProgramView {
+        if identity.is_none() || self.off.is_some() {
+            return ProgramView::Whole;
+        }
+        ProgramView::Enclosed { home: tenant.home.clone() }
     }
 
     /// Returns the tenant's. `None` if there are none on this node, which is logged at its start.

@@ -78,6 +78,9 @@ pub const LINK: Code = Code(358);
 /// A tenant's programs cannot be isolated from those of others.
 pub const ENCLOSURE: Code = Code(357);
 
+/// A tenant's programs do not see their site's files.
+pub const HIDDEN: Code = Code(359);
+
 /// Lines are missing in the log of an application.
 pub const LOG: Code = Code(338);
 

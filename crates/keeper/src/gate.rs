@@ -40,7 +40,7 @@ use tokio::task::{LocalSet, spawn_blocking, spawn_local};
 use crate::{fault, sched_slice, sys};
 
 use self::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
-use self::scripts::SeenScripts;
+use self::scripts::{ScriptLookup, SeenScripts};
 
 pub use scripts::{ScriptRule, SiteScripts};
 
@@ -157,7 +157,10 @@ async fn keep_open(passage: GatedWorker) {
     };
     match closed {
         CloseReason::Refused(violation) => {
-            let code = fault::GATE;
+            let code = match violation {
+                RequestViolation::Hidden(_) => fault::HIDDEN,
+                _ => fault::GATE,
+            };
             tracing::warn!(
                 worker = whose,
                 "{code}: a request of the edge's is not passed on to PHP: {violation}"
@@ -337,21 +340,24 @@ async fn check(
     if seen.contains(&scripts, file) {
         return Ok(true);
     }
-    let found = match scripts.is_beneath(file, true) {
+    let found = match scripts.find(file, true) {
         Err(Errno::AGAIN) => {
             let (scripts, file) = (Arc::clone(&scripts), file.to_owned());
-            let asked = spawn_blocking(move || scripts.is_beneath(&file, false)).await;
+            let asked = spawn_blocking(move || scripts.find(&file, false)).await;
             asked.map_err(io::Error::other)?
         }
         found => found,
     };
     match found {
-        Ok(true) => {
+        Ok(ScriptLookup::File) => {
             seen.insert(&scripts, file);
             Ok(true)
         }
         Err(Errno::NOENT | Errno::NOTDIR) => Ok(false),
-        Ok(false) => Err(RequestViolation::Script(format!("{}, which is no file", file.display())).into()),
+        Ok(ScriptLookup::Other) => {
+            Err(RequestViolation::Script(format!("{}, which is no file", file.display())).into())
+        }
+        Ok(ScriptLookup::Hidden(hidden)) => Err(RequestViolation::Hidden(hidden).into()),
         Err(errno) => Err(RequestViolation::Script(format!("{} ({errno})", file.display())).into()),
     }
 }

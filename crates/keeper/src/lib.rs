@@ -43,7 +43,7 @@ mod sys;
 mod verbs;
 mod workers;
 
-pub use enclosure::try_enclosure;
+pub use enclosure::{hiding_directory, try_enclosure};
 pub use huge_pages::{SWITCH as HUGE_PAGES_SWITCH, is_always as are_huge_pages_always};
 pub use instances::unix_diag;
 pub use options::{

@@ -47,6 +47,7 @@ pub fn cgi(
 ) -> Result<StartedProgram, Fault> {
     let files = site.backend.files().expect("the verb starts only sites of kind cgi here");
     let found = roots::find_script(site, tenant, runner.identity, script)?;
+    enclosures.view(tenant, runner.identity).check(&found.path)?;
     let env = cgi::environment(env, &roots::root_path(files, tenant)?, script, &files.env)?;
     let program = c_text(found.path.as_os_str())?;
     let directory = c_text(found.path.parent().unwrap_or(&found.root).as_os_str())?;
@@ -99,6 +100,9 @@ const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d
 /// then.
 pub fn php(start: &PhpStart, tenant: &Tenant, runner: &RunAs, leaf: &Leaf) -> Result<StartedProgram, Fault> {
     let PhpStart { php_cgi, sockets, gate, scripts, enclosures } = start;
+    if let Some(scripts) = scripts.get() {
+        scripts.check_root()?;
+    }
     let enclosure = enclosures.of(tenant, runner.identity)?;
     let wire = || -> io::Result<_> {
         let worker = connected_listener(sockets)?;

@@ -162,7 +162,7 @@ impl Verbs {
             let site = table.site(name.as_str()).filter(|site| site.tenant == tenant.name)?;
             // A site whose root is no longer known has no scripts either.
             let tenant = table.tenant(tenant.name.as_str())?;
-            SiteScripts::of(&site, &tenant, self.context.identity_of(&tenant)).ok().flatten()
+            self.find_scripts(&site, &tenant).ok().flatten()
         });
         self.context.processes.end_where(|process| {
             process.kind != ProcessKind::App
@@ -365,8 +365,13 @@ impl Verbs {
     }
 
     fn scripts_of(&self, site: &Site, tenant: &Tenant) -> Result<SiteScripts, Fault> {
-        let scripts = SiteScripts::of(site, tenant, self.context.identity_of(tenant))?;
-        scripts.ok_or_else(|| wrong_kind(site, "php"))
+        self.find_scripts(site, tenant)?.ok_or_else(|| wrong_kind(site, "php"))
+    }
+
+    /// Returns `None` if the site is not of kind php.
+    fn find_scripts(&self, site: &Site, tenant: &Tenant) -> Result<Option<SiteScripts>, Fault> {
+        let identity = self.context.identity_of(tenant);
+        SiteScripts::of(site, tenant, identity, || self.enclosures().view(tenant, identity))
     }
 
     pub async fn leave(&self, id: ProcessId) -> Result<RequestUsage, Fault> {

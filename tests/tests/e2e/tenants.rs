@@ -39,6 +39,7 @@ pub const SUITE: Suite = Suite {
             the_edge_holds_nothing_of_the_store,
             no_tenant_gets_ids_of_the_system_or_of_the_node,
             a_home_that_others_reach_is_told,
+            a_root_that_programs_do_not_see_is_told,
         ],
     ),
 };
@@ -129,6 +130,30 @@ fn a_home_that_others_reach_is_told(world: &World) {
     );
     world.cli(&["tenant", "remove", "carol"]);
     assert!(!world.cli(&["status"]).contains("carol"));
+}
+
+/// A tenant without a home, and a document root where its programs have a `/tmp` of their own.
+fn a_root_that_programs_do_not_see_is_told(world: &World) {
+    let root = world.path("hidden");
+    std::fs::create_dir(&root).expect("our own directory");
+    machine::write(&root.join("page.html"), "a page");
+    machine::write(&root.join("x.php"), "<?php echo 'a program';");
+    let root = root.to_string_lossy().into_owned();
+    world.cli(&["tenant", "add", "dora"]);
+    let site = ["--tenant", "dora", "--host", "hidden.test", "--backend", "php", "--root", &root];
+    let warned = "programs do not see the document root";
+    for command in [&[&["site", "add", "hidden"], &site[..]].concat(), &["site", "show", "hidden"][..]] {
+        let done = world.try_cli(command);
+        let said = String::from_utf8_lossy(&done.stderr).into_owned();
+        assert!(done.status.success() && said.contains(warned) && said.contains("NGY0359"), "{said}");
+    }
+    assert_eq!(world.get("hidden.test", "/page.html").expect(200).text(), "a page");
+    let refused = world.get("hidden.test", "/x.php").expect(500).text();
+    assert!(refused.contains("NGY0420") && !refused.contains(&root), "{refused}");
+    let log = world.log();
+    assert!(log.contains(&format!("NGY0359: programs do not see {root}")), "{log}");
+    world.cli(&["site", "remove", "hidden"]);
+    world.cli(&["tenant", "remove", "dora"]);
 }
 
 /// Runs a shell line as Bob's CGI program.

@@ -20,7 +20,7 @@ use crate::{mail, sandbox};
 /// first two are one.
 pub const SCRATCH: [&str; 2] = ["/tmp", "/var/tmp"];
 
-const SHARED_MEMORY: &str = "/dev/shm";
+pub const SHARED_MEMORY: &str = "/dev/shm";
 const PROC: &str = "/proc";
 const RESOLVER: &str = "/etc/resolv.conf";
 

@@ -11,6 +11,8 @@ use nagaya_keeper_api::fastcgi::{
     BEGIN_REQUEST, HEADER_LEN, PARAMS, REQUEST_ID, ROLE_RESPONDER, STDIN, VERSION,
 };
 
+use crate::enclosure::HiddenPath;
+
 /// Maximum length of an opening, in bytes. It is more than the edge accepts of a client's head,
 /// with its own additions.
 pub const OPENING_MAX: usize = 1 << 20;
@@ -50,6 +52,8 @@ pub enum RequestViolation {
     Refused(String),
     #[error("its script '{0}' is none of the site's")]
     Script(String),
+    #[error(transparent)]
+    Hidden(#[from] HiddenPath),
     #[error("its body is longer than it says")]
     Body,
 }

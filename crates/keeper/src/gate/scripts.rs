@@ -15,15 +15,18 @@ use parking_lot::RwLock;
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
+use crate::enclosure::{HiddenPath, ProgramView};
 use crate::fault::Fault;
 use crate::paths::roots;
-use crate::paths::tenant_path::PathOwner;
+use crate::paths::tenant_path::{PathOwner, real_path};
 use crate::sys::UnixIdentity;
 
 use super::opening::{CheckedOpening, RequestViolation};
 
 /// Extension of the programs of a PHP site.
 const EXTENSION: &[u8] = b".php";
+
+const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 /// Maximum number of scripts of one worker that are not looked up again, and for how long.
 const SEEN_MAX: usize = 16;
@@ -57,10 +60,22 @@ impl ScriptRule {
     }
 }
 
+/// The result of a look at a script.
+#[derive(Debug, PartialEq, Eq)]
+pub enum ScriptLookup {
+    File,
+    /// It is no regular file.
+    Other,
+    /// The worker does not see its site's root.
+    Hidden(HiddenPath),
+}
+
 /// The scripts of one site.
 #[derive(Debug, PartialEq, Eq)]
 pub struct SiteScripts {
     root: PathBuf,
+    /// The files that the worker sees.
+    view: ProgramView,
     /// Owner with whose rights links out of the root are followed. `None`: the record allows none.
     link_owner: Option<PathOwner>,
     front_controller: Option<Vec<u8>>,
@@ -73,18 +88,24 @@ pub struct SiteScripts {
 
 impl SiteScripts {
     /// Returns `None` if the site is not of kind php.
-    pub fn of(site: &Site, tenant: &Tenant, identity: Option<UnixIdentity>) -> Result<Option<Self>, Fault> {
+    pub fn of(
+        site: &Site,
+        tenant: &Tenant,
+        identity: Option<UnixIdentity>,
+        view: impl FnOnce() -> ProgramView,
+    ) -> Result<Option<Self>, Fault> {
         let Backend::Php(files) = &site.backend else { return Ok(None) };
         let link_owner = (files.links == LinkPolicy::Own).then(|| PathOwner::of(tenant, identity));
-        Ok(Some(Self::new(roots::root_path(files, tenant)?, link_owner, files)))
+        Ok(Some(Self::new(roots::root_path(files, tenant)?, view(), link_owner, files)))
     }
 
-    fn new(root: PathBuf, link_owner: Option<PathOwner>, files: &FileRoot) -> Self {
+    fn new(root: PathBuf, view: ProgramView, link_owner: Option<PathOwner>, files: &FileRoot) -> Self {
         let set = |name: &str| files.env.get(name).map(|value| value.clone().into_bytes());
         let front = files.front_controller.as_deref().map(|front| front.trim_start_matches('/'));
         Self {
             // In the edge's form: without `.` and repeated slashes.
             root: root.components().collect(),
+            view,
             link_owner,
             extensions: files.extensions.iter().map(|ending| ending.clone().into_bytes()).collect(),
             front_controller: front.map(|front| front.as_bytes().to_vec()),
@@ -130,22 +151,44 @@ impl SiteScripts {
         is_ours.then(|| Path::new(OsStr::from_bytes(file)))
     }
 
-    /// Whether the file exists, and no link leads out of the root on the way to it. Links of the
-    /// tenant's own to the tenant's files are allowed. Then the tenant's script runs, with the
-    /// tenant's rights.
+    /// Checks that a worker sees the root, before one is started. It blocks. A root that cannot be
+    /// opened is found out by the first look for a script.
+    pub fn check_root(&self) -> Result<(), HiddenPath> {
+        self.view.check(&self.root)?;
+        let root = open(CWD, &self.root, DIRECTORY, ResolveFlags::NO_MAGICLINKS);
+        root.map_or(Ok(()), |root| self.check_opened(&root))
+    }
+
+    /// `root`: the root, opened at its path.
+    fn check_opened(&self, root: &OwnedFd) -> Result<(), HiddenPath> {
+        if self.view == ProgramView::Whole {
+            return Ok(());
+        }
+        self.view.check(&self.root)?;
+        real_path(root).map_or(Ok(()), |target| self.view.check_target(&target))
+    }
+
+    /// Looks for the file, to which no link may lead out of the root. Links of the tenant's own to
+    /// the tenant's files are allowed. Then the tenant's script runs, with the tenant's rights.
     ///
     /// `cached_only`: fails with `AGAIN` instead of reading a disk, so that it never blocks.
-    pub fn is_beneath(&self, file: &Path, cached_only: bool) -> Result<bool, Errno> {
+    pub fn find(&self, file: &Path, cached_only: bool) -> Result<ScriptLookup, Errno> {
         let cached = if cached_only { ResolveFlags::CACHED } else { ResolveFlags::empty() };
         let plain = ResolveFlags::NO_MAGICLINKS | cached;
-        let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = open(CWD, &self.root, directory, plain)?;
+        let root = open(CWD, &self.root, DIRECTORY, plain)?;
         let found = match open(&root, file, OFlags::PATH | OFlags::CLOEXEC, plain | ResolveFlags::BENEATH) {
             Err(Errno::XDEV) if self.link_owner.is_some() && cached_only => return Err(Errno::AGAIN),
             Err(Errno::XDEV) => self.open_by_own_links(file)?,
             found => found?,
         };
-        Ok(FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) == FileType::RegularFile)
+        if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) != FileType::RegularFile {
+            return Ok(ScriptLookup::Other);
+        }
+        if cached_only && real_path(&root).is_ok_and(|target| self.view.check(&target).is_err()) {
+            // Whether that is the tenant's home is found out by reading the disk.
+            return Err(Errno::AGAIN);
+        }
+        Ok(self.check_opened(&root).map_or_else(ScriptLookup::Hidden, |()| ScriptLookup::File))
     }
 
     fn open_by_own_links(&self, file: &Path) -> Result<OwnedFd, Errno> {
@@ -215,7 +258,7 @@ mod tests {
 
     fn scripts(root: &str) -> Arc<SiteScripts> {
         let files = serde_json::from_str(r#"{"root":"www"}"#).expect("a record");
-        Arc::new(SiteScripts::new(root.into(), None, &files))
+        Arc::new(SiteScripts::new(root.into(), ProgramView::Whole, None, &files))
     }
 
     #[test]

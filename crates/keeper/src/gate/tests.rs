@@ -10,6 +10,8 @@ use nagaya_records::{Site, SiteName, Tenant};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::RecvFlags;
 
+use crate::enclosure::ProgramView;
+
 use super::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
 use super::scripts::{ScriptRule, SiteScripts};
 use super::{GatedWorker, NO_FILE, ScriptGate, connect};
@@ -35,7 +37,7 @@ fn scripts(backend: &str) -> SiteScripts {
     let site = format!(r#"{{"name":"s","tenant":"t","hosts":["s"],"backend":{backend}}}"#);
     let site: Site = serde_json::from_str(&site).unwrap();
     let tenant: Tenant = serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
-    SiteScripts::of(&site, &tenant, None).unwrap().expect("it is of kind php")
+    SiteScripts::of(&site, &tenant, None, || ProgramView::Whole).unwrap().expect("it is of kind php")
 }
 
 #[test]

@@ -5,9 +5,12 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
 
 use nagaya_keeper::ProgramNetwork;
 use nagaya_keeper_api::client::KeeperClient;
+use nagaya_keeper_api::protocol::FailureKind;
 use nagaya_records::cell::Confinement;
 use nagaya_records::feed::FeedQuery;
 use serde_json::{Value, json};
@@ -16,7 +19,7 @@ use crate::Fact;
 use crate::outbound::until_service;
 use crate::php::{Php, with_sites};
 use crate::python::SERVICE;
-use crate::world::{ALICE, World, cgi, read_all, run_cgi, run_in};
+use crate::world::{ALICE, BOB, World, cgi, read_all, refusal, run_cgi, run_in, set_mode, site_name};
 
 pub const ROOT: &[Fact] = &[
     ("a CGI program sees no process of another user", sees_no_process),
@@ -30,7 +33,12 @@ pub const ROOT: &[Fact] = &[
     ),
     ("a PHP worker is where its tenant's CGI programs are", php_is_enclosed),
     ("a tenant has one enclosure, whatever runs in it", one_for_each_tenant),
+    ("a program that its tenant's own /tmp hides is refused", hidden_programs_are_refused),
+    ("a PHP worker is given no script that its /tmp hides", hidden_script_stays_at_the_gate),
 ];
+
+/// The code of a program that its tenant's own directories hide.
+const HIDDEN: (FailureKind, u16) = (FailureKind::Invalid, 359);
 
 /// All that a CGI program of this site says.
 pub async fn said_by(keeper: &KeeperClient, site: &str) -> String {
@@ -259,4 +267,79 @@ fn one_for_each_tenant() {
         said_by(&keeper, "cgi").await;
         assert_eq!(numbers(), (json!(2), json!(3), Value::Null));
     });
+}
+
+/// Bob without a home, and his sites: `hidden` is in `/tmp`, `link` leads there from `outside`, and
+/// `seen` is in `outside`. Each has a site for CGI and one for PHP.
+fn world_without_home(outside: &Path) -> World {
+    let mut world = World::new();
+    world.tenant(json!({"name": "bob", "uid": BOB, "gid": BOB, "php_workers": 2}));
+    world.script_of("bob", "x.cgi", "#!/bin/sh\necho hello\n");
+    world.script_of("bob", "x.php", "<?php echo 'hello';");
+    let hidden = world.home("bob").join("www");
+    let [link, seen] = ["link", "seen"].map(|name| outside.join(name));
+    set_mode(outside, 0o755);
+    symlink(&hidden, &link).unwrap();
+    fs::create_dir(&seen).unwrap();
+    for name in ["x.cgi", "x.php"] {
+        fs::copy(hidden.join(name), seen.join(name)).unwrap();
+    }
+    for (name, root) in [("hidden", hidden), ("link", link), ("seen", seen)] {
+        for kind in ["cgi", "php"] {
+            world.site(&format!("{name}-{kind}"), "bob", json!({"kind": kind, "root": root}));
+        }
+    }
+    world
+}
+
+/// A directory of the node that programs see.
+fn outside() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("nagaya-seen-").tempdir_in("/var").unwrap()
+}
+
+fn hidden_programs_are_refused() {
+    let outside = outside();
+    let world = world_without_home(outside.path()).start();
+    world.run(async |keeper| {
+        let run = async |site: &str| {
+            keeper.spawn_cgi(&site_name(site), "x.cgi", Vec::new(), &Confinement::default()).await
+        };
+        for name in ["hidden", "link"] {
+            assert_eq!(refusal(run(&format!("{name}-cgi")).await), HIDDEN, "{name}");
+            let worker = keeper.spawn_php(&site_name(&format!("{name}-php"))).await;
+            assert_eq!(refusal(worker), HIDDEN, "{name}");
+            keeper.open_root(&site_name(&format!("{name}-php"))).await.expect("the edge serves its files");
+        }
+        assert_eq!(said_by(&keeper, "seen-cgi").await, "hello\n", "a home is not needed elsewhere");
+        let mut php = Php::start_for(&keeper, "seen-php").await;
+        assert_eq!(php.ask(&outside.path().join("seen/x.php"), "").await, "hello");
+        php.guard.end().await.unwrap();
+        // The same directory in a home is the tenant's to see.
+        world.apply(vec![world.tenant_with("bob", json!({}))]);
+        assert_eq!(said_by(&keeper, "hidden-cgi").await, "hello\n");
+        let mut php = Php::start_for(&keeper, "hidden-php").await;
+        assert_eq!(php.ask(&world.home("bob").join("www/x.php"), "").await, "hello");
+    });
+}
+
+/// A worker serves a site that it sees, and then another one.
+fn hidden_script_stays_at_the_gate() {
+    let outside = outside();
+    let world = world_without_home(outside.path()).start();
+    let scripts: [(&str, PathBuf); 2] = [
+        ("hidden-php", world.home("bob").join("www/x.php")),
+        ("link-php", outside.path().join("link/x.php")),
+    ];
+    world.run(async |keeper| {
+        for (site, script) in &scripts {
+            let mut php = Php::start_for(&keeper, "seen-php").await;
+            assert_eq!(php.ask(&outside.path().join("seen/x.php"), "").await, "hello");
+            keeper.enter(php.guard.id(), &site_name(site), &Confinement::default()).await.unwrap();
+            let named = [("SCRIPT_FILENAME", script.to_str().unwrap().to_owned())];
+            assert_eq!(php.say(&named).await, None, "{site}: the edge takes another worker");
+            php.guard.end().await.unwrap();
+        }
+    });
+    world.drain();
+    assert_eq!(world.log().matches("NGY0359").count(), scripts.len(), "{}", world.log());
 }

@@ -244,7 +244,7 @@ impl Php {
     }
 
     /// What is said to a `GET` with these parameters. None: nothing, and the connection ends.
-    async fn say(&mut self, params: &[(&str, String)]) -> Option<String> {
+    pub async fn say(&mut self, params: &[(&str, String)]) -> Option<String> {
         let mut all = vec![("REQUEST_METHOD", "GET"), ("REDIRECT_STATUS", "200")];
         all.extend(params.iter().map(|(name, value)| (*name, value.as_str())));
         self.stream.write_all(&opening(&all)).await.unwrap();

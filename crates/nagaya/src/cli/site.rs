@@ -8,6 +8,7 @@ mod file_warnings;
 use std::path::Path;
 use std::process::ExitCode;
 
+use nix::unistd::Uid;
 use serde_json::{Map, Value, json};
 
 use self::admission::AdmissionFields;
@@ -423,12 +424,25 @@ fn set(command: &SiteSetArgs, place: &RecordSource) -> Result<(), CliError> {
 /// Warns of files that would surprise people who come from another server. It is only a help, so it
 /// never fails.
 fn warn_of_files(access: &RecordAccess, site: &Value) {
-    let tenant =
-        site["tenant"].as_str().and_then(|name| access.get(&format!("/v1/tenants/{}", escape(name))).ok());
-    let home = tenant.as_ref().and_then(|reply| reply.0["tenant"]["home"].as_str());
-    for warning in file_warnings::warn_of_files(site, home) {
+    let home = home_of(access, site);
+    for warning in file_warnings::warn_of_files(site, home.as_deref()) {
         eprintln!("nagaya: warning: {warning}");
     }
+    warn_of_hidden_root(site, home.as_deref());
+}
+
+/// Warns of a document root that programs do not see. Without root they see what all see.
+fn warn_of_hidden_root(site: &Value, home: Option<&str>) {
+    let warning = file_warnings::warn_of_hidden_root(site, home);
+    if let Some(warning) = warning.filter(|_| Uid::effective().is_root()) {
+        eprintln!("nagaya: warning: {warning}");
+    }
+}
+
+/// Returns the home of the site's tenant, if that can be found out.
+fn home_of(access: &RecordAccess, site: &Value) -> Option<String> {
+    let tenant = access.get(&format!("/v1/tenants/{}", escape(site["tenant"].as_str()?))).ok()?;
+    tenant.0["tenant"]["home"].as_str().map(str::to_owned)
 }
 
 /// Removes the tags of databases; the databases stay, and are not queried any more.
@@ -671,7 +685,9 @@ fn put_map(to: &mut Map<String, Value>, key: &str, pairs: &[(String, String)]) {
 }
 
 fn show(name: &str, format: OutputFormat, place: &RecordSource) -> Result<(), CliError> {
-    let reply = RecordAccess::open(place, AccessIntent::Look)?.get(&path(name))?;
+    let access = RecordAccess::open(place, AccessIntent::Look)?;
+    let reply = access.get(&path(name))?;
+    warn_of_hidden_root(&reply.0["site"], home_of(&access, &reply.0["site"]).as_deref());
     if format.json { output::print_json(&reply.0["site"]) } else { output::print_fields(&reply.0["site"]) }
 }
 

@@ -1,5 +1,6 @@
 //! Checks the files of a site that was just added. It finds files that look like programs and would
-//! be sent as text. It also finds files for Apache that are not read here.
+//! be sent as text. It also finds files for Apache that are not read here, and a document root that
+//! the site's programs do not see.
 //!
 //! It reads only names and modes, follows no link, and is bounded. A root that does not exist, or
 //! that this user may not read, is no error. The site may come before its files. Not here: which
@@ -61,6 +62,20 @@ pub fn warn_of_files(site: &Value, home: Option<&str>) -> Vec<String> {
         warnings.push(format!("only the first {ENTRIES_MAX} entries below {root} were checked"));
     }
     warnings
+}
+
+/// Returns a warning if programs of the site do not see its document root. It looks at the path
+/// alone, not at links on the way.
+pub fn warn_of_hidden_root(site: &Value, home: Option<&str>) -> Option<String> {
+    if !matches!(site["backend"]["kind"].as_str(), Some("php" | "cgi")) {
+        return None;
+    }
+    let root = ScanProgress::of(site, home)?.root;
+    let directory = nagaya_keeper::hiding_directory(&root, home.map(Path::new))?;
+    Some(format!(
+        "programs do not see the document root {}, and are refused (NGY0359): their tenant has a {directory} of its own. Move the files out of {directory}",
+        root.display()
+    ))
 }
 
 /// Search criteria, and the directory.
@@ -285,6 +300,18 @@ mod tests {
         assert!(apache.contains(".htaccess") && apache.contains("admin/.htaccess"), "{all:?}");
         let named = json!({ "kind": "php", "root": "www", "extensions": [".phtml", ".PHP7"] });
         assert!(!warnings(named)[1].contains("phtml"));
+    }
+
+    #[test]
+    fn a_root_that_programs_do_not_see_is_told() {
+        let warned = |kind: &str, root: &str, home: Option<&str>| {
+            let warning = warn_of_hidden_root(&json!({ "backend": { "kind": kind, "root": root } }), home);
+            assert!(warning.as_ref().is_none_or(|text| text.contains("NGY0359")), "{warning:?}");
+            warning.is_some()
+        };
+        assert!(warned("php", "/tmp/www", None) && warned("cgi", "/dev/shm/www", Some("/srv/alice")));
+        assert!(!warned("static", "/tmp/www", None) && !warned("php", "/srv/www", None));
+        assert!(!warned("php", "www", Some("/tmp/alice")), "a home is seen there");
     }
 
     #[test]
