@@ -1,13 +1,20 @@
-//! One plain GET over TCP: enough to check that a server serves the right bytes before the
-//! measurement.
+//! Fetches pages by ureq: for checks, and for experiments that time single visits.
 //!
-//! Not here: load (`load` runs wrk) and browser behaviour (the demo's check uses curl).
+//! A server is asked at its address, whatever its name: without DNS, a proxy or redirections. Each
+//! request has a connection of its own, in the network of the calling thread. Not here: load
+//! (`load` runs wrk) and browser behaviour (the demo's check uses curl).
 
-use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use ureq::config::AutoHeaderValue;
+use ureq::http::header::{CONNECTION, HOST};
+use ureq::http::request::Builder;
+use ureq::http::{HeaderMap, Request};
+use ureq::{Agent, AsSendBody};
 
 /// Longer silence than this is a failure, not a slow server. Twenty programs that share a fifth of
 /// a core delay a client by half a minute.
@@ -16,11 +23,29 @@ const SILENCE_MAX: Duration = Duration::from_secs(300);
 /// Largest response read, in bytes: above the largest file of the experiments.
 const ANSWER_MAX: u64 = 8 << 20;
 
-/// Longest header section of a response, in bytes, a common limit of servers.
+/// Longest header section of a response, in bytes, a common limit of servers. ureq needs a buffer
+/// that holds all of it.
 const HEAD_MAX: usize = 256 << 10;
 
-/// Returns status and body of one GET with `Connection: close`. Chunked bodies come as they are on
-/// the wire.
+/// The client. It adds no header fields of its own.
+static CLIENT: LazyLock<Agent> = LazyLock::new(|| {
+    let config = Agent::config_builder()
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .proxy(None)
+        .max_idle_connections(0)
+        .max_response_header_size(HEAD_MAX)
+        .input_buffer_size(HEAD_MAX)
+        .timeout_connect(Some(SILENCE_MAX))
+        .timeout_per_read(Some(SILENCE_MAX))
+        .timeout_per_write(Some(SILENCE_MAX))
+        .user_agent(AutoHeaderValue::None)
+        .accept(AutoHeaderValue::None)
+        .accept_encoding(AutoHeaderValue::None);
+    config.build().new_agent()
+});
+
+/// Returns status and body of one GET.
 pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)> {
     visit(address, host, path).map(|visit| (visit.status, visit.body))
 }
@@ -29,54 +54,53 @@ pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)
 #[derive(Debug, Clone)]
 pub struct HttpVisit {
     pub status: u16,
-    /// Status line and fields.
-    pub head: String,
-    /// As it is on the wire.
+    pub headers: HeaderMap,
     pub body: Vec<u8>,
-    /// From before connecting to the first byte of the response.
+    /// From before connecting to the end of the header section.
     pub first_byte_ms: f64,
     /// To the last byte.
     pub whole_ms: f64,
 }
 
-/// Sends one GET with `Connection: close`, timed.
-pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<HttpVisit> {
-    exchange(address, &format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"))
+impl HttpVisit {
+    /// Returns the values of all fields of this name.
+    pub fn fields(&self, name: &str) -> impl Iterator<Item = &str> {
+        self.headers.get_all(name).iter().filter_map(|value| value.to_str().ok())
+    }
 }
 
-/// Sends one request in its wire form, which asks to close the connection; timed.
-pub fn exchange(address: SocketAddr, request: &str) -> Result<HttpVisit> {
+/// Sends one GET, timed.
+pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<HttpVisit> {
+    exchange(request(address, host, path).body(()))
+}
+
+/// Begins a request for this path of a host. It closes its connection.
+pub fn request(address: SocketAddr, host: &str, path: &str) -> Builder {
+    Request::get(format!("http://{address}{path}")).header(HOST, host).header(CONNECTION, "close")
+}
+
+/// Sends one request, timed.
+pub fn exchange(request: ureq::http::Result<Request<impl AsSendBody>>) -> Result<HttpVisit> {
+    let request = request.context("making a request")?;
     let begun = Instant::now();
     let since = || begun.elapsed().as_secs_f64() * 1e3;
-    let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
-    stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
-    stream.write_all(request.as_bytes()).context("sending")?;
-    let mut answer = vec![0; 16 << 10];
-    let first = stream.read(&mut answer).context("receiving")?;
+    let mut answer = CLIENT.run(request).context("asking")?;
     let first_byte_ms = since();
-    answer.truncate(first);
-    stream.take(ANSWER_MAX).read_to_end(&mut answer).context("receiving")?;
+    let body = answer.body_mut().with_config().limit(ANSWER_MAX).read_to_vec().context("receiving")?;
     let whole_ms = since();
-    let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
-    let head = String::from_utf8_lossy(&answer[..end]).into_owned();
-    let status = head.split(' ').nth(1).and_then(|s| s.parse().ok()).context("an answer without a status")?;
-    Ok(HttpVisit { status, head, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
+    let status = answer.status().as_u16();
+    let (parts, _) = answer.into_parts();
+    Ok(HttpVisit { status, headers: parts.headers, body, first_byte_ms, whole_ms })
 }
 
-/// Returns a time in a header section, in milliseconds: `Server-Timing: METRIC;dur=1.5`.
-pub fn server_timing(head: &str, metric: &str) -> Option<f64> {
-    server_timings(head).flat_map(|field| field.split(',')).find_map(|entry| {
-        let mut parts = entry.split(';').map(str::trim);
-        (parts.next()? == metric).then_some(())?;
-        parts.find_map(|part| part.strip_prefix("dur=")?.parse().ok())
-    })
-}
-
-/// Returns the values of all `Server-Timing` fields of a header section.
-pub fn server_timings(head: &str) -> impl Iterator<Item = &str> {
-    head.lines().skip(1).filter_map(|line| {
-        let (found, value) = line.split_once(':')?;
-        found.eq_ignore_ascii_case("server-timing").then_some(value.trim())
+/// Returns a time of `Server-Timing` fields, in milliseconds: `METRIC;dur=1.5`.
+pub fn server_timing<T: AsRef<str>>(fields: impl IntoIterator<Item = T>, metric: &str) -> Option<f64> {
+    fields.into_iter().find_map(|field| {
+        field.as_ref().split(',').find_map(|entry| {
+            let mut parts = entry.split(';').map(str::trim);
+            (parts.next()? == metric).then_some(())?;
+            parts.find_map(|part| part.strip_prefix("dur=")?.parse().ok())
+        })
     })
 }
 
@@ -91,27 +115,10 @@ pub fn get_ok(address: SocketAddr, host: &str, path: &str) -> Result<Vec<u8>> {
 
 /// Reads a 200 response to its end without keeping it, and returns the length of its body.
 pub fn drain(address: SocketAddr, host: &str, path: &str) -> Result<u64> {
-    let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
-    stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").context("sending")?;
-    let mut head = Vec::new();
-    let mut buffer = vec![0; 64 << 10];
-    let mut body = loop {
-        let count = stream.read(&mut buffer).context("receiving")?;
-        ensure!(count > 0 && head.len() < HEAD_MAX, "http://{host}{path}: an answer without a head");
-        head.extend_from_slice(&buffer[..count]);
-        if let Some(end) = head.windows(4).position(|w| w == b"\r\n\r\n") {
-            break head.len() - end - 4;
-        }
-    } as u64;
-    let status = String::from_utf8_lossy(&head[..head.len().min(40)]).into_owned();
-    ensure!(status.split(' ').nth(1) == Some("200"), "http://{host}{path}: {status}");
-    loop {
-        match stream.read(&mut buffer).context("receiving")? {
-            0 => return Ok(body),
-            count => body += count as u64,
-        }
-    }
+    let request = request(address, host, path).body(()).context("making a request")?;
+    let answer = CLIENT.run(request).context("asking")?;
+    ensure!(answer.status() == 200, "http://{host}{path}: {}", answer.status());
+    io::copy(&mut answer.into_body().into_reader(), &mut io::sink()).context("receiving")
 }
 
 /// Returns a loopback address that was free a moment ago. The next process to bind it has it. The
@@ -123,13 +130,65 @@ pub fn free_address() -> Result<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use super::server_timing;
+    use std::io::{Read as _, Write as _};
+
+    use super::*;
+
+    /// Answers one request with these bytes. Returns the address, and the request it gets.
+    fn serve(answer: &str) -> (SocketAddr, std::thread::JoinHandle<String>) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let answer = answer.to_owned();
+        let served = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = Vec::new();
+            while !request.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).unwrap();
+                request.push(byte[0]);
+            }
+            stream.write_all(answer.as_bytes()).unwrap();
+            String::from_utf8(request).unwrap()
+        });
+        (address, served)
+    }
+
+    #[test]
+    fn a_host_is_asked_for_at_any_address() {
+        let (address, served) =
+            serve("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n");
+        assert_eq!(get_ok(address, "a.example", "/x?y=1").unwrap(), b"hello");
+        let request = served.join().unwrap().to_ascii_lowercase();
+        let mut lines: Vec<_> = request.lines().filter(|line| !line.is_empty()).collect();
+        lines[1..].sort_unstable();
+        assert_eq!(lines, ["get /x?y=1 http/1.1", "connection: close", "host: a.example"]);
+    }
+
+    #[test]
+    fn errors_and_redirections_are_answers() {
+        let (address, _served) = serve("HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy");
+        assert_eq!(get(address, "a.example", "/").unwrap(), (503, b"busy".to_vec()));
+        let (address, _served) = serve("HTTP/1.1 302 Found\r\nLocation: /y\r\nContent-Length: 0\r\n\r\n");
+        let visit = visit(address, "a.example", "/").unwrap();
+        assert_eq!((visit.status, visit.fields("location").collect::<Vec<_>>()), (302, vec!["/y"]));
+        let (address, _served) = serve("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n");
+        assert!(drain(address, "a.example", "/").is_err());
+        let (address, _served) = serve("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut");
+        assert!(get(address, "a.example", "/").is_err(), "a part of a page is none");
+    }
+
+    #[test]
+    fn a_long_head_is_read() {
+        let long = "x".repeat(HEAD_MAX - 100);
+        let (address, _served) = serve(&format!("HTTP/1.1 204 No Content\r\nX-Long: {long}\r\n\r\n"));
+        assert_eq!(visit(address, "a.example", "/").unwrap().fields("x-long").next(), Some(&*long));
+    }
 
     #[test]
     fn a_time_is_found_in_any_of_the_fields() {
-        let head = "HTTP/1.1 200 OK\r\nServer-Timing: total;dur=2.5, wake;dur=1\r\nserver-timing: peer;desc=\"n2\";dur=7";
-        assert_eq!(server_timing(head, "wake"), Some(1.0));
-        assert_eq!(server_timing(head, "peer"), Some(7.0));
-        assert_eq!(server_timing(head, "wak"), None);
+        let fields = ["total;dur=2.5, wake;dur=1", "peer;desc=\"n2\";dur=7"];
+        assert_eq!(server_timing(fields, "wake"), Some(1.0));
+        assert_eq!(server_timing(fields, "peer"), Some(7.0));
+        assert_eq!(server_timing(fields, "wak"), None);
     }
 }

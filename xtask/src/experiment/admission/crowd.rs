@@ -273,7 +273,7 @@ fn read(head: &str) -> SeenAnswer {
             found.eq_ignore_ascii_case(&name).then(|| value.trim().to_owned())
         })
     };
-    let timing = |metric: &str| http::server_timing(head, metric);
+    let timing = |metric: &str| http::server_timing(fields("server-timing"), metric);
     SeenAnswer {
         status,
         queued_ms: timing("queue"),

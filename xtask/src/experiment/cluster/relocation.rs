@@ -88,7 +88,8 @@ struct RelocationAnswer {
     at_ms: f64,
     took_ms: f64,
     is_right: bool,
-    head: String,
+    /// Its `Server-Timing` fields.
+    timings: Vec<String>,
 }
 
 pub fn run(setting: &ExperimentSetting) -> Result<()> {
@@ -286,13 +287,17 @@ fn judge(at_ms: f64, took_ms: f64, answer: Result<HttpVisit>, text: &str) -> Rel
                 let said: String = String::from_utf8_lossy(&visit.body).chars().take(300).collect();
                 eprintln!("after {took_ms:.0} ms: {} {said}", visit.status);
             }
-            RelocationAnswer { at_ms, took_ms, is_right, head: visit.head }
+            RelocationAnswer { at_ms, took_ms, is_right, timings: timings(&visit) }
         }
         Err(error) => {
             eprintln!("after {took_ms:.0} ms: {error:#}");
-            RelocationAnswer { at_ms, took_ms, is_right: false, head: String::new() }
+            RelocationAnswer { at_ms, took_ms, is_right: false, timings: Vec::new() }
         }
     }
+}
+
+fn timings(visit: &HttpVisit) -> Vec<String> {
+    visit.fields("server-timing").map(str::to_owned).collect()
 }
 
 /// Waits until the node is heard again, has given up its sites, and serves others' sites as any
@@ -329,10 +334,12 @@ fn sample(report: &mut Report, series: &RelocationSeries) {
     // On a busy machine another request may have taken longer than the one that moved the site.
     let Some(mover) = series.asked.iter().find(|asked| asked.has_moved()) else { return };
     report.sample(round, app, variant, "mover_ms", mover.took_ms);
-    let told: Vec<_> = http::server_timings(&mover.head).collect();
-    report.note(&format!("{app}, {variant}, round {}: the request that moved it", round + 1), json!(told));
+    report.note(
+        &format!("{app}, {variant}, round {}: the request that moved it", round + 1),
+        json!(mover.timings),
+    );
     for (metric, key) in STAGES {
-        if let Some(ms) = http::server_timing(&mover.head, metric) {
+        if let Some(ms) = http::server_timing(&mover.timings, metric) {
             report.sample(round, app, variant, key, ms);
         }
     }
@@ -341,7 +348,7 @@ fn sample(report: &mut Report, series: &RelocationSeries) {
 impl RelocationAnswer {
     /// Returns whether it found out that the node was gone.
     fn has_moved(&self) -> bool {
-        http::server_timing(&self.head, DETECT).is_some()
+        http::server_timing(&self.timings, DETECT).is_some()
     }
 }
 

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result};
+use ureq::http::Method;
+use ureq::http::header::{CONTENT_TYPE, COOKIE};
 
 use crate::content::field::{FieldStep, TOKEN, VALUE};
 use crate::http::{self, HttpVisit};
@@ -70,30 +72,24 @@ impl AppSession {
         interrupt::check()?;
         let cookies: Vec<String> =
             self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        let mut request = format!(
-            "{} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n",
-            if form.is_some() { "POST" } else { "GET" },
-            self.host
-        );
+        let mut request = http::request(self.address, &self.host, path);
         if !cookies.is_empty() {
-            request.push_str(&format!("Cookie: {}\r\n", cookies.join("; ")));
+            request = request.header(COOKIE, cookies.join("; "));
         }
-        if let Some(form) = form {
-            let length = form.len();
-            request.push_str(&format!(
-                "Content-Type: application/x-www-form-urlencoded\r\nContent-Length: {length}\r\n"
-            ));
-        }
-        request.push_str("\r\n");
-        request.push_str(form.unwrap_or_default());
-        let visit = http::exchange(self.address, &request)
-            .with_context(|| format!("http://{}{path} at {}", self.host, self.address))?;
-        self.keep_cookies(&visit.head);
+        let visit = match form {
+            None => http::exchange(request.body(())),
+            Some(form) => {
+                let post = request.method(Method::POST);
+                http::exchange(post.header(CONTENT_TYPE, "application/x-www-form-urlencoded").body(form))
+            }
+        };
+        let visit = visit.with_context(|| format!("http://{}{path} at {}", self.host, self.address))?;
+        self.keep_cookies(&visit);
         Ok(visit)
     }
 
-    fn keep_cookies(&mut self, head: &str) {
-        for value in fields(head, "set-cookie") {
+    fn keep_cookies(&mut self, visit: &HttpVisit) {
+        for value in visit.fields("set-cookie") {
             let pair = value.split(';').next().unwrap_or_default();
             if let Some((name, value)) = pair.split_once('=') {
                 self.cookies.insert(name.trim().into(), value.trim().into());
@@ -104,37 +100,11 @@ impl AppSession {
 
 fn redirection(visit: &HttpVisit) -> Option<String> {
     let is_one = matches!(visit.status, 301 | 302 | 303 | 307 | 308);
-    is_one.then(|| fields(&visit.head, "location").next().map(ToOwned::to_owned))?
+    is_one.then(|| visit.fields("location").next().map(ToOwned::to_owned))?
 }
 
-fn fields<'h>(head: &'h str, name: &'h str) -> impl Iterator<Item = &'h str> {
-    head.lines().skip(1).filter_map(move |line| {
-        let (found, value) = line.split_once(':')?;
-        found.eq_ignore_ascii_case(name).then_some(value.trim())
-    })
-}
-
-/// Returns a body without the chunk sizes between its bytes.
 pub fn text(visit: &HttpVisit) -> String {
-    let is_chunked =
-        fields(&visit.head, "transfer-encoding").any(|value| value.eq_ignore_ascii_case("chunked"));
-    let joined = if is_chunked { join_chunks(&visit.body) } else { visit.body.clone() };
-    String::from_utf8_lossy(&joined).into_owned()
-}
-
-/// Joins chunks up to the first invalid one.
-fn join_chunks(mut body: &[u8]) -> Vec<u8> {
-    let mut joined = Vec::new();
-    while let Some(end) = body.windows(2).position(|pair| pair == b"\r\n") {
-        let size =
-            std::str::from_utf8(&body[..end]).ok().and_then(|text| usize::from_str_radix(text, 16).ok());
-        let Some(size @ 1..) = size else { break };
-        let rest = &body[end + 2..];
-        let Some(chunk) = rest.get(..size) else { break };
-        joined.extend_from_slice(chunk);
-        body = rest.get(size + 2..).unwrap_or_default();
-    }
-    joined
+    String::from_utf8_lossy(&visit.body).into_owned()
 }
 
 fn shorten(text: &str) -> String {
@@ -143,24 +113,27 @@ fn shorten(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ureq::http::HeaderValue;
+    use ureq::http::header::SET_COOKIE;
+
     use super::*;
 
-    fn visit(head: &str, body: &str) -> HttpVisit {
-        HttpVisit { status: 200, head: head.into(), body: body.into(), first_byte_ms: 0.0, whole_ms: 0.0 }
-    }
-
-    #[test]
-    fn chunks_are_joined() {
-        let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked";
-        assert_eq!(text(&visit(head, "4\r\nlogg\r\n5\r\ned in\r\n0\r\n\r\n")), "logged in");
-        assert_eq!(text(&visit("HTTP/1.1 200 OK", "4\r\nlogg")), "4\r\nlogg");
+    fn visit(cookies: &[&'static str]) -> HttpVisit {
+        let cookies = cookies.iter().map(|cookie| (SET_COOKIE, HeaderValue::from_static(cookie)));
+        HttpVisit {
+            status: 200,
+            headers: cookies.collect(),
+            body: Vec::new(),
+            first_byte_ms: 0.0,
+            whole_ms: 0.0,
+        }
     }
 
     #[test]
     fn cookies_are_kept_and_replaced() {
         let mut session = AppSession::new(([127, 0, 0, 1], 1).into(), "a.example");
-        session.keep_cookies("HTTP/1.1 200 OK\r\nSet-Cookie: a=1; Path=/\r\nset-cookie: b=2");
-        session.keep_cookies("HTTP/1.1 200 OK\r\nSet-Cookie: a=3; HttpOnly");
+        session.keep_cookies(&visit(&["a=1; Path=/", "b=2"]));
+        session.keep_cookies(&visit(&["a=3; HttpOnly"]));
         let kept: Vec<_> = session.cookies.iter().map(|(n, v)| format!("{n}={v}")).collect();
         assert_eq!(kept, ["a=3", "b=2"]);
     }
