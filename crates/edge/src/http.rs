@@ -5,6 +5,7 @@
 
 pub mod arrival;
 pub mod body;
+pub mod body_adapters;
 pub mod clients;
 pub mod connections;
 pub mod date;

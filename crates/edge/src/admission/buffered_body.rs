@@ -6,21 +6,18 @@
 //! lane (`admission`).
 
 use std::collections::VecDeque;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
-use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 
-use crate::http::message::{BodyError, RequestBody};
+use crate::http::body_adapters::{FrameResult, PrefixedBody, data_len};
+use crate::http::message::RequestBody;
 
 /// Maximum number of bytes taken in for one request. Forms and most posts are smaller, uploads of
 /// files are not.
 pub const BYTES_MAX: usize = 64 << 10;
 
 pub struct BufferedBody {
-    frames: VecDeque<Result<Frame<Bytes>, BodyError>>,
+    frames: VecDeque<FrameResult>,
     bytes: usize,
     /// The part that has not arrived yet.
     rest: RequestBody,
@@ -37,7 +34,7 @@ impl BufferedBody {
         while !self.rest.is_kept() && self.bytes < BYTES_MAX && !self.rest.is_empty() {
             let Some(frame) = self.rest.frame().await else { return };
             let is_error = frame.is_err();
-            self.bytes += frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, Bytes::len);
+            self.bytes += data_len(&frame);
             self.frames.push_back(frame);
             if is_error {
                 return;
@@ -47,64 +44,25 @@ impl BufferedBody {
 
     /// Returns the whole body, from its beginning.
     pub fn into_body(self) -> RequestBody {
-        if self.frames.is_empty() { self.rest } else { RequestBody::new(self) }
-    }
-}
-
-impl Body for BufferedBody {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        match self.frames.pop_front() {
-            Some(frame) => {
-                self.bytes -= frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, Bytes::len);
-                Poll::Ready(Some(frame))
-            }
-            None => Pin::new(&mut self.rest).poll_frame(cx),
+        if self.frames.is_empty() {
+            return self.rest;
         }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.frames.is_empty() && self.rest.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let rest = self.rest.size_hint();
-        let held = self.bytes as u64;
-        let mut hint = SizeHint::new();
-        hint.set_lower(rest.lower() + held);
-        if let Some(upper) = rest.upper() {
-            hint.set_upper(upper + held);
-        }
-        hint
+        RequestBody::new(PrefixedBody::new(self.frames, self.rest))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use http_body::{Body, Frame};
+
     use super::*;
-
-    /// Gives these, one by one.
-    struct Parts(VecDeque<Result<&'static [u8], BodyError>>);
-
-    impl Body for Parts {
-        type Data = Bytes;
-        type Error = BodyError;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-            Poll::Ready(self.0.pop_front().map(|part| part.map(|data| Frame::data(Bytes::from_static(data)))))
-        }
-    }
+    use crate::http::body_adapters::testing::of_frames;
+    use crate::http::message::BodyError;
 
     fn held(parts: Vec<Result<&'static [u8], BodyError>>) -> BufferedBody {
-        BufferedBody::new(RequestBody::new(Parts(parts.into())))
+        let frames = parts.into_iter().map(|part| part.map(|data| Frame::data(Bytes::from_static(data))));
+        BufferedBody::new(RequestBody::new(of_frames(None, frames)))
     }
 
     async fn read(body: RequestBody) -> Result<Vec<u8>, BodyError> {
@@ -115,8 +73,9 @@ mod tests {
     async fn nothing_is_lost_or_changed() {
         let mut held = held(vec![Ok(b"one "), Ok(b"two")]);
         held.fill().await;
-        assert_eq!(held.size_hint().lower(), 7);
-        assert_eq!(read(held.into_body()).await.unwrap(), b"one two");
+        let body = held.into_body();
+        assert_eq!(body.size_hint().lower(), 7);
+        assert_eq!(read(body).await.unwrap(), b"one two");
     }
 
     #[tokio::test]

@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName};
 use http::{HeaderValue, Method, StatusCode};
-use http_body::{Body, Frame};
+use http_body::Frame;
 use nagaya_admission::{Moment, Nonce, TicketStatus};
 use tokio::sync::oneshot;
 use tokio::time::{Interval, MissedTickBehavior, interval};
@@ -24,7 +24,8 @@ use crate::admission::gate::Gate;
 use crate::admission::lanes;
 use crate::admission::lanes::{EdgeLane, LaneSet, TicketListenError};
 use crate::admission::site_lane::SiteLane;
-use crate::http::message::{BodyError, Request, Response, ResponseBody};
+use crate::http::body_adapters::{FrameResult, PolledBody};
+use crate::http::message::{Request, Response, ResponseBody};
 use crate::http::refusal::Refusal;
 use crate::http::serving;
 
@@ -73,14 +74,15 @@ pub fn answer(gate: &Gate, route: &SiteLane, request: &Request) -> Result<Option
     };
     let mut every = interval(TOLD_EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let stream =
+    let mut events =
         TicketEvents { lanes: Arc::clone(lanes), nonce, called: Some(called), every, is_over: false };
+    let stream = PolledBody::new(move |cx| events.poll(cx));
     Ok(Some(
         Response::new(StatusCode::OK)
             .with_header(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"))
             .with_header(CACHE_CONTROL, HeaderValue::from_static("no-store"))
             .with_header(X_ACCEL_BUFFERING, HeaderValue::from_static("no"))
-            .with_body(ResponseBody::Stream(Box::pin(stream))),
+            .with_body(ResponseBody::stream(stream)),
     ))
 }
 
@@ -114,23 +116,8 @@ impl TicketEvents {
         self.is_over = true;
         "event: come\ndata: {}\n\n".into()
     }
-}
 
-impl Drop for TicketEvents {
-    fn drop(&mut self) {
-        self.called = None;
-        self.lanes.hang_up(self.nonce);
-    }
-}
-
-impl Body for TicketEvents {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -145,5 +132,12 @@ impl Body for TicketEvents {
             self.say()
         };
         Poll::Ready(Some(Ok(Frame::data(Bytes::from(said)))))
+    }
+}
+
+impl Drop for TicketEvents {
+    fn drop(&mut self) {
+        self.called = None;
+        self.lanes.hang_up(self.nonce);
     }
 }

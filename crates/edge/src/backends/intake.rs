@@ -18,6 +18,7 @@ use http_body::{Body, Frame, SizeHint};
 use nagaya_records::record::{App, AppProtocol, BodyBuffering, Http};
 use nagaya_records::{Backend, TenantName};
 
+use crate::http::body_adapters::PolledBody;
 use crate::http::message::{BodyError, BodySource, Request, RequestBody, RequestHead};
 use crate::http::refusal::Refusal;
 use crate::http::route::SiteRoute;
@@ -46,9 +47,7 @@ pub async fn take_in(spool: &Arc<Spool>, route: &SiteRoute, request: &mut Reques
     let kept = Box::pin(keep(spool, tenant, body)).await;
     let (body, trailers) = kept.map_err(|error| error.refuse(tenant))?;
     request.body = match trailers {
-        Some(trailers) if passes_trailers(&route.site.backend) => {
-            RequestBody::new(WithTrailers { body, trailers: Some(trailers) })
-        }
+        Some(trailers) if passes_trailers(&route.site.backend) => with_trailers(body, trailers),
         _ => body,
     };
     Ok(())
@@ -145,29 +144,13 @@ async fn keep(
     Ok((kept, trailers))
 }
 
-/// A body with trailer fields.
-struct WithTrailers {
-    body: RequestBody,
-    trailers: Option<HeaderMap>,
-}
-
-impl Body for WithTrailers {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
-            None => Poll::Ready(self.trailers.take().map(|trailers| Ok(Frame::trailers(trailers)))),
-            frame => Poll::Ready(frame),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.trailers.is_none() && self.body.is_end_stream()
-    }
+/// Returns the body with trailer fields behind it, and without a length.
+fn with_trailers(mut body: RequestBody, trailers: HeaderMap) -> RequestBody {
+    let mut trailers = Some(trailers);
+    RequestBody::new(PolledBody::new(move |cx| {
+        let frame = ready!(Pin::new(&mut body).poll_frame(cx));
+        Poll::Ready(frame.or_else(|| trailers.take().map(|trailers| Ok(Frame::trailers(trailers)))))
+    }))
 }
 
 /// Pieces of a body in memory.
@@ -302,32 +285,17 @@ pub mod testing;
 
 #[cfg(test)]
 mod tests {
-    use std::collections::VecDeque;
-
     use http_body_util::BodyExt;
 
     use super::*;
+    use crate::http::body_adapters::testing::of_frames;
     use crate::spool::testing::spool;
 
-    /// Arrives in pieces and does not tell its length.
-    struct Pieces(VecDeque<Bytes>);
-
-    impl Body for Pieces {
-        type Data = Bytes;
-        type Error = BodyError;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-            Poll::Ready(self.0.pop_front().map(|piece| Ok(Frame::data(piece))))
-        }
-    }
-
     fn pieces(count: usize, len: usize) -> (RequestBody, Vec<u8>) {
-        let pieces: VecDeque<Bytes> = (0..count).map(|n| Bytes::from(vec![n as u8; len])).collect();
+        let pieces: Vec<Bytes> = (0..count).map(|n| Bytes::from(vec![n as u8; len])).collect();
         let all = pieces.iter().flatten().copied().collect();
-        (RequestBody::new(Pieces(pieces)), all)
+        let frames = pieces.into_iter().map(|piece| Ok(Frame::data(piece)));
+        (RequestBody::new(of_frames(None, frames)), all)
     }
 
     fn tenant() -> TenantName {

@@ -137,29 +137,18 @@ mod tests {
     use tokio::io::{AsyncReadExt, duplex};
 
     use super::*;
+    use crate::http::body_adapters::PolledBody;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     /// A body that says something each second, without end.
-    struct Endless(Pin<Box<Sleep>>);
-
-    impl Body for Endless {
-        type Data = Bytes;
-        type Error = BodyError;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            cx: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-            std::task::ready!(self.0.as_mut().poll(cx));
-            let next = Instant::now() + SECOND;
-            self.0.as_mut().reset(next);
+    fn endless() -> impl Body<Data = Bytes, Error = BodyError> {
+        let mut second = Box::pin(sleep_until(Instant::now() + SECOND));
+        PolledBody::new(move |cx| {
+            std::task::ready!(second.as_mut().poll(cx));
+            second.as_mut().reset(Instant::now() + SECOND);
             Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"x")))))
-        }
-    }
-
-    fn endless() -> Endless {
-        Endless(Box::pin(sleep_until(Instant::now() + SECOND)))
+        })
     }
 
     async fn next(

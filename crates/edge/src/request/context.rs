@@ -4,16 +4,13 @@
 //! Not here: the formats of the log (`access_log`), the counters (`metrics`).
 
 use std::cell::Cell;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use http::header::{ORIGIN, SET_COOKIE};
 use http::{HeaderValue, StatusCode};
-use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
 use nagaya_base::RequestId;
 
 use crate::admission::admit::Admitted;
@@ -174,7 +171,11 @@ impl RequestContext {
         }
         let received = Rc::new(Cell::new(0));
         let body = std::mem::replace(&mut request.body, RequestBody::empty());
-        request.body = RequestBody::new(CountedBody { body, received: Rc::clone(&received) });
+        let counter = Rc::clone(&received);
+        request.body = RequestBody::new(body.inspect_frame(move |frame| {
+            let len = frame.data_ref().map_or(0, |data| data.len() as u64);
+            counter.set(counter.get() + len);
+        }));
         self.received = Some(received);
     }
 
@@ -452,37 +453,6 @@ impl Drop for RequestContext {
             let age = record.begun.elapsed();
             recorder.close(record, age);
         });
-    }
-}
-
-struct CountedBody {
-    body: RequestBody,
-    received: Rc<Cell<u64>>,
-}
-
-impl Body for CountedBody {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(cx);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(data) = frame.data_ref()
-        {
-            self.received.set(self.received.get() + data.len() as u64);
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
 

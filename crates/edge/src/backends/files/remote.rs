@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
+use http_body::Frame;
 use tokio::time::timeout;
 
 use crate::backends::files::HANG_MAX;
 use crate::blocking::{BlockingPool, DeviceShare};
+use crate::http::body_adapters::{FrameResult, PolledBody};
 use crate::http::message::{BodyError, BodyPart, Response, ResponseBody};
 
 /// Number of bytes read at once. One message of most network file systems carries a part of it.
@@ -38,20 +39,20 @@ pub(super) fn body(body: ResponseBody, pool: &Arc<BlockingPool>, share: DeviceSh
         other => return other,
     };
     let left = parts.iter().map(BodyPart::len).sum();
-    ResponseBody::stream(RemoteBody { parts, left, reading: None, pool: Arc::clone(pool), share })
+    let mut reader = RemoteReader { parts, reading: None, pool: Arc::clone(pool), share };
+    ResponseBody::stream(PolledBody::with_len(Some(left), move |cx| reader.poll(cx)))
 }
 
 type RemoteRead = Pin<Box<dyn Future<Output = io::Result<Bytes>>>>;
 
-struct RemoteBody {
+struct RemoteReader {
     parts: VecDeque<BodyPart>,
-    left: u64,
     reading: Option<RemoteRead>,
     pool: Arc<BlockingPool>,
     share: DeviceShare,
 }
 
-impl RemoteBody {
+impl RemoteReader {
     fn begin(&self, file: Arc<OwnedFd>, offset: u64, len: u64) -> RemoteRead {
         let (pool, share) = (Arc::clone(&self.pool), self.share);
         Box::pin(async move {
@@ -59,6 +60,24 @@ impl RemoteBody {
             let hangs = || io::Error::new(io::ErrorKind::TimedOut, "its file system does not answer");
             timeout(HANG_MAX, read).await.map_err(|_| hangs())?.map_err(|_| hangs())?
         })
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
+        while self.reading.is_none() {
+            let Some(part) = self.parts.front_mut() else { return Poll::Ready(None) };
+            if part.is_empty() {
+                self.parts.pop_front();
+                continue;
+            }
+            match part.split_to(READ_LEN) {
+                BodyPart::Bytes(bytes) => return Poll::Ready(Some(Ok(Frame::data(bytes)))),
+                BodyPart::File { file, offset, len } => self.reading = Some(self.begin(file, offset, len)),
+            }
+        }
+        let Some(reading) = &mut self.reading else { return Poll::Ready(None) };
+        let read = ready!(reading.as_mut().poll(cx));
+        self.reading = None;
+        Poll::Ready(Some(read.map(Frame::data).map_err(BodyError::File)))
     }
 }
 
@@ -76,46 +95,6 @@ fn read_exact(file: &OwnedFd, offset: u64, len: u64) -> io::Result<Bytes> {
         }
     }
     Ok(bytes.into())
-}
-
-impl Body for RemoteBody {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let this = &mut *self;
-        while this.reading.is_none() {
-            let Some(part) = this.parts.front_mut() else { return Poll::Ready(None) };
-            if part.is_empty() {
-                this.parts.pop_front();
-                continue;
-            }
-            match part.split_to(READ_LEN) {
-                BodyPart::Bytes(bytes) => {
-                    this.left -= bytes.len() as u64;
-                    return Poll::Ready(Some(Ok(Frame::data(bytes))));
-                }
-                BodyPart::File { file, offset, len } => this.reading = Some(this.begin(file, offset, len)),
-            }
-        }
-        let Some(reading) = &mut this.reading else { return Poll::Ready(None) };
-        let read = ready!(reading.as_mut().poll(cx));
-        this.reading = None;
-        let bytes = read?;
-        this.left -= bytes.len() as u64;
-        Poll::Ready(Some(Ok(Frame::data(bytes))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.left == 0
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left)
-    }
 }
 
 #[cfg(test)]

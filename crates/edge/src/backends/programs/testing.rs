@@ -8,16 +8,15 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Version};
-use http_body::{Body, Frame, SizeHint};
+use http_body::Frame;
 use nagaya_base::RequestId;
 use nagaya_keeper_api::client::KeeperClient;
 use nagaya_records::cell::Confinement;
@@ -31,6 +30,7 @@ use crate::backends::files::root::DirectoryId;
 use crate::backends::programs::ProgramRunner;
 use crate::backends::programs::pool::{PhpPools, ScriptPlace};
 use crate::backends::programs::script::{ProgramOutcome, ProgramScript, ScriptHooks, ScriptVariable};
+use crate::http::body_adapters::PolledBody;
 use crate::http::message::{BodyError, ConnInfo, Request, RequestBody, RequestHead, Response, ResponseBody};
 use crate::http::proxy_headers::client::ClientView;
 use crate::http::refusal::Refusal;
@@ -305,29 +305,11 @@ pub(crate) fn known(body: impl Into<Bytes>) -> RequestBody {
 
 /// A body that arrives as the test sends it.
 pub(crate) fn arriving(len: Option<u64>) -> (mpsc::Sender<Result<Bytes, BodyError>>, RequestBody) {
-    let (sender, pieces) = mpsc::channel(1);
-    (sender, RequestBody::new(Arriving { pieces, len }))
-}
-
-struct Arriving {
-    pieces: mpsc::Receiver<Result<Bytes, BodyError>>,
-    len: Option<u64>,
-}
-
-impl Body for Arriving {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        self.pieces.poll_recv(cx).map(|piece| piece.map(|piece| piece.map(Frame::data)))
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.len.map_or_else(SizeHint::default, SizeHint::with_exact)
-    }
+    let (sender, mut pieces) = mpsc::channel(1);
+    let body = PolledBody::with_len(len, move |cx| {
+        pieces.poll_recv(cx).map(|piece: Option<Result<_, _>>| piece.map(|piece| piece.map(Frame::data)))
+    });
+    (sender, RequestBody::new(body))
 }
 
 /// Goes as far as it comes without waiting, and is given up there.

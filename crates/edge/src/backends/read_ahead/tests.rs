@@ -7,6 +7,8 @@ use tokio::sync::mpsc;
 use tokio::task::{LocalSet, yield_now};
 
 use super::*;
+use crate::http::body_adapters::testing::received;
+use crate::http::body_adapters::{FrameResult, PolledBody};
 use crate::spool::testing::spool;
 
 /// A backend that says so many pieces, and notes how many were taken and whether it is free.
@@ -18,20 +20,14 @@ struct Backend {
     breaks: bool,
 }
 
-impl Body for Backend {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        if self.taken.get() == self.pieces {
-            return Poll::Ready(std::mem::take(&mut self.breaks).then(|| Err(BodyError::Stalled)));
-        }
+impl Backend {
+    fn next(&mut self) -> Option<FrameResult> {
         let n = self.taken.get();
+        if n == self.pieces {
+            return std::mem::take(&mut self.breaks).then_some(Err(BodyError::Stalled));
+        }
         self.taken.set(n + 1);
-        Poll::Ready(Some(Ok(Frame::data(Bytes::from(vec![n as u8; self.len])))))
+        Some(Ok(Frame::data(Bytes::from(vec![n as u8; self.len]))))
     }
 }
 
@@ -50,9 +46,10 @@ struct Answer {
 
 fn answer(spool: &Arc<Spool>, pieces: u32, len: usize, breaks: bool) -> Answer {
     let (taken, is_free) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
-    let backend = Backend { pieces, len, taken: Rc::clone(&taken), is_free: Rc::clone(&is_free), breaks };
+    let mut backend = Backend { pieces, len, taken: Rc::clone(&taken), is_free: Rc::clone(&is_free), breaks };
     let tenant = TenantName::new("alice").unwrap();
-    let ahead = take_ahead(spool, &tenant, Rc::new(NoWork), Box::pin(backend)).unwrap();
+    let body = PolledBody::new(move |_| Poll::Ready(backend.next()));
+    let ahead = take_ahead(spool, &tenant, Rc::new(NoWork), Box::pin(body)).unwrap();
     let queue = Rc::clone(&ahead.queue);
     Answer { body: Some(Box::pin(ahead)), queue, taken, is_free }
 }
@@ -145,32 +142,17 @@ async fn a_client_that_leaves_frees_the_backend() {
     assert_eq!(spool.usage(), (0, 0));
 }
 
-/// Says what it is told to.
-struct Told(mpsc::Receiver<&'static [u8]>);
-
-impl Body for Told {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        self.0.poll_recv(cx).map(|said| said.map(|said| Ok(Frame::data(Bytes::from_static(said)))))
-    }
-}
-
 #[tokio::test]
 async fn each_piece_reaches_a_waiting_client_at_once() {
     let (spool, _directory) = spool(64 << 20, 64 << 20);
     LocalSet::new()
         .run_until(async {
-            let (say, told) = mpsc::channel(1);
+            let (say, told) = mpsc::channel::<FrameResult>(1);
             let tenant = TenantName::new("alice").unwrap();
-            let ahead = take_ahead(&spool, &tenant, Rc::new(NoWork), Box::pin(Told(told))).unwrap();
+            let ahead = take_ahead(&spool, &tenant, Rc::new(NoWork), Box::pin(received(told))).unwrap();
             let mut body: BodyStream = Box::pin(ahead);
             for piece in [&b"one"[..], b"two"] {
-                say.send(piece).await.unwrap();
+                say.send(Ok(Frame::data(Bytes::from_static(piece)))).await.unwrap();
                 assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), piece);
             }
             drop(say);

@@ -10,13 +10,14 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use http::StatusCode;
 use http::header::{HeaderValue, UPGRADE};
 use http_body::{Body, Frame};
 use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf, ReadHalf, WriteHalf};
 use tokio::task::{AbortHandle, spawn_local};
 
+use crate::http::body_adapters::{FrameResult, PolledBody};
 use crate::http::message::{BodyError, Duplex, RequestBody, Response, ResponseBody};
 use crate::http::peer_fields;
 
@@ -35,7 +36,8 @@ pub fn open(mut response: Response, upward: RequestBody) -> Response {
     response.status = StatusCode::OK;
     let (read, write) = tokio::io::split(backend);
     let pump = spawn_local(pump(upward, write)).abort_handle();
-    response.with_body(ResponseBody::stream(DownstreamBody { read, buffer: BytesMut::new(), pump }))
+    let mut downward = DownstreamReader { read, buffer: BytesMut::new(), pump };
+    response.with_body(ResponseBody::stream(PolledBody::new(move |cx| downward.poll(cx))))
 }
 
 /// Writes the client's data until its end. If either side breaks, reading from the application
@@ -51,34 +53,27 @@ async fn pump(mut upward: RequestBody, mut write: WriteHalf<Box<dyn Duplex>>) ->
 }
 
 /// The application's data. Dropping it ends the other direction.
-struct DownstreamBody {
+struct DownstreamReader {
     read: ReadHalf<Box<dyn Duplex>>,
     buffer: BytesMut,
     pump: AbortHandle,
 }
 
-impl Body for DownstreamBody {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let this = &mut *self;
-        this.buffer.resize(READ, 0);
-        let mut read = ReadBuf::new(&mut this.buffer);
-        let result = ready!(Pin::new(&mut this.read).poll_read(cx, &mut read));
+impl DownstreamReader {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
+        self.buffer.resize(READ, 0);
+        let mut read = ReadBuf::new(&mut self.buffer);
+        let result = ready!(Pin::new(&mut self.read).poll_read(cx, &mut read));
         let len = read.filled().len();
         Poll::Ready(match result {
             Err(error) => Some(Err(BodyError::Backend(error.to_string()))),
             Ok(()) if len == 0 => None,
-            Ok(()) => Some(Ok(Frame::data(this.buffer.split_to(len).freeze()))),
+            Ok(()) => Some(Ok(Frame::data(self.buffer.split_to(len).freeze()))),
         })
     }
 }
 
-impl Drop for DownstreamBody {
+impl Drop for DownstreamReader {
     fn drop(&mut self) {
         self.pump.abort();
     }

@@ -23,6 +23,7 @@ use nagaya_records::NodeName;
 use nagaya_records::instance::WakeReport;
 use tokio::time::timeout_at;
 
+use crate::http::body_adapters::{FrameResult, PrefixedBody, data_len};
 use crate::http::message::{BodyError, Response, ResponseBody};
 use crate::http::peer_fields::once;
 use crate::http::receipt_field::RECEIPT;
@@ -330,7 +331,7 @@ pub async fn gather(body: ResponseBody) -> ResponseBody {
         match next {
             None => return ResponseBody::Bytes(joined(frames)),
             Some(frame) => {
-                len += frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, Bytes::len);
+                len += data_len(&frame);
                 let goes_on = len <= GATHER_MAX && frame.as_ref().is_ok_and(Frame::is_data);
                 frames.push_back(frame);
                 if !goes_on {
@@ -339,49 +340,15 @@ pub async fn gather(body: ResponseBody) -> ResponseBody {
             }
         }
     }
-    ResponseBody::stream(GatheredBody { frames, body })
+    ResponseBody::stream(PrefixedBody::new(frames, body))
 }
 
-fn joined(frames: VecDeque<Result<Frame<Bytes>, BodyError>>) -> Bytes {
+fn joined(frames: VecDeque<FrameResult>) -> Bytes {
     let mut pieces = frames.into_iter().filter_map(|frame| frame.ok()?.into_data().ok());
     let Some(first) = pieces.next() else { return Bytes::new() };
     let mut whole = BytesMut::from(first);
     pieces.for_each(|piece| whole.extend_from_slice(&piece));
     whole.freeze()
-}
-
-/// A body whose beginning was collected.
-struct GatheredBody {
-    frames: VecDeque<Result<Frame<Bytes>, BodyError>>,
-    body: DynBody,
-}
-
-impl Body for GatheredBody {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        match self.frames.pop_front() {
-            Some(frame) => Poll::Ready(Some(frame)),
-            None => self.body.as_mut().poll_frame(cx),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.frames.is_empty() && self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let data = |frame: &Result<Frame<Bytes>, _>| Some(frame.as_ref().ok()?.data_ref()?.len() as u64);
-        let gathered: u64 = self.frames.iter().filter_map(data).sum();
-        self.body
-            .size_hint()
-            .exact()
-            .map_or_else(SizeHint::default, |left| SizeHint::with_exact(left + gathered))
-    }
 }
 
 #[cfg(test)]

@@ -10,14 +10,14 @@
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::CONTENT_TYPE;
-use http_body::{Body, Frame, SizeHint};
+use http_body::{Body, Frame};
 use tokio::time::sleep;
 
+use crate::http::body_adapters::{FrameResult, PrefixedBody};
 use crate::http::message::{BodyError, Response, ResponseBody};
 
 /// Maximum number of body bytes that are held.
@@ -27,7 +27,6 @@ const HELD_BYTES: usize = 64 << 10;
 /// that long, unless the network is slow. It delays a response that is shown while it is written.
 const HELD_FOR: Duration = Duration::from_millis(100);
 
-type FrameResult = Result<Frame<Bytes>, BodyError>;
 type RemainingBody = Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>;
 
 /// Waits for the held part of the body. The error says that the node was lost before anything was
@@ -52,7 +51,6 @@ fn is_stream_of_events(response: &Response) -> bool {
 async fn whole(mut rest: RemainingBody) -> Result<ResponseBody, String> {
     let (mut held, mut bytes) = (VecDeque::new(), 0);
     let mut late = std::pin::pin!(async { sleep(HELD_FOR).await });
-    let left = rest.size_hint().exact();
     while bytes <= HELD_BYTES {
         let next = tokio::select! {
             biased;
@@ -83,7 +81,7 @@ async fn whole(mut rest: RemainingBody) -> Result<ResponseBody, String> {
             }
         }
     }
-    Ok(ResponseBody::stream(BufferedResponse { held, rest, is_over: false, left }))
+    Ok(ResponseBody::stream(PrefixedBody::new(held, rest)))
 }
 
 /// Returns a body that is complete here, if it is only data.
@@ -101,63 +99,18 @@ fn all(held: &mut VecDeque<FrameResult>) -> Option<Bytes> {
     Some(whole.map_or(first, BytesMut::freeze))
 }
 
-/// The held frames, and the rest.
-struct BufferedResponse {
-    held: VecDeque<FrameResult>,
-    rest: RemainingBody,
-    is_over: bool,
-    /// Bytes left of the whole. `None` if its length was not announced.
-    left: Option<u64>,
-}
-
-impl Body for BufferedResponse {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
-        let this = &mut *self;
-        let next = match this.held.pop_front() {
-            Some(piece) => Some(piece),
-            None if this.is_over => None,
-            None => std::task::ready!(this.rest.as_mut().poll_frame(cx)),
-        };
-        this.is_over |= !matches!(next, Some(Ok(_)));
-        let sent = next.as_ref().and_then(|piece| piece.as_ref().ok()?.data_ref()).map_or(0, Bytes::len);
-        this.left = this.left.map(|left| left.saturating_sub(sent as u64));
-        Poll::Ready(next)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.held.is_empty() && (self.is_over || self.rest.is_end_stream())
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.left.map_or_else(SizeHint::default, SizeHint::with_exact)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use http::{HeaderMap, HeaderValue, StatusCode};
     use http_body_util::BodyExt as _;
-    use tokio::sync::mpsc::{Receiver, Sender, channel};
+    use tokio::sync::mpsc::{Sender, channel};
 
     use super::*;
-
-    struct Pieces(Receiver<FrameResult>);
-
-    impl Body for Pieces {
-        type Data = Bytes;
-        type Error = BodyError;
-
-        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
-            self.0.poll_recv(cx)
-        }
-    }
+    use crate::http::body_adapters::testing::received;
 
     fn answer() -> (Sender<FrameResult>, Response) {
         let (sender, pieces) = channel(64);
-        let body = ResponseBody::stream(Pieces(pieces));
+        let body = ResponseBody::stream(received(pieces));
         (sender, Response::new(StatusCode::OK).with_body(body))
     }
 

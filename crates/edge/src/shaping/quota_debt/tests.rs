@@ -8,6 +8,7 @@ use nagaya_records::cell::{Confinement, CpuQuota, LimitSet, RequestUsage};
 use tokio::task::{LocalSet, spawn_local};
 
 use super::*;
+use crate::http::body_adapters::{FrameResult, PolledBody};
 use crate::record::execution::PendingUsage;
 
 /// A body of pieces, each a while after the one before. The program has ended when this is dropped, and has used what
@@ -16,7 +17,6 @@ struct Pieces {
     pieces: VecDeque<&'static str>,
     every: Duration,
     pause: Pin<Box<tokio::time::Sleep>>,
-    left: Option<u64>,
     due: Option<(PendingUsage, u64)>,
 }
 
@@ -28,26 +28,13 @@ impl Drop for Pieces {
     }
 }
 
-impl Body for Pieces {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+impl Pieces {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<FrameResult>> {
         ready!(self.pause.as_mut().poll(cx));
-        let next = Instant::now() + self.every;
-        self.pause.as_mut().reset(next);
-        let piece = self.pieces.pop_front();
-        if let (Some(left), Some(piece)) = (&mut self.left, piece) {
-            *left -= piece.len() as u64;
-        }
-        Poll::Ready(piece.map(|piece| Ok(Frame::data(Bytes::from_static(piece.as_bytes())))))
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.left.map_or_else(SizeHint::default, SizeHint::with_exact)
+        self.pause.as_mut().reset(Instant::now() + self.every);
+        Poll::Ready(
+            self.pieces.pop_front().map(|piece| Ok(Frame::data(Bytes::from_static(piece.as_bytes())))),
+        )
     }
 }
 
@@ -66,7 +53,8 @@ fn answer(execution: &Rc<CellExecution>, cpu_us: u64, left: Option<u64>, every_m
     let every = Duration::from_millis(every_ms);
     let due = Some((execution.begin(), cpu_us));
     let pause = Box::pin(tokio::time::sleep(every));
-    let body = Pieces { pieces: VecDeque::from(["a", "b"]), every, pause, left, due };
+    let mut pieces = Pieces { pieces: VecDeque::from(["a", "b"]), every, pause, due };
+    let body = PolledBody::with_len(left, move |cx| pieces.poll(cx));
     Response::new(StatusCode::OK).with_body(ResponseBody::stream(body))
 }
 

@@ -6,14 +6,12 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use bytes::{Bytes, BytesMut};
 use http::StatusCode;
 use http::header::{CONTENT_TYPE, HeaderValue};
-use http_body::{Body, Frame};
+use http_body::Frame;
 use nagaya_keeper_api::client::{ImageOffer, KeeperCallError, KeeperClient};
 use nagaya_keeper_api::protocol::FailureKind;
 use tokio::io::AsyncReadExt;
@@ -23,6 +21,7 @@ use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use crate::cluster::peers::images::{ImageRequest, OfferedImage, PIECE_LEN, STALL_MAX};
+use crate::http::body_adapters::{FrameResult, PolledBody};
 use crate::http::message::{BodyError, Response, ResponseBody};
 use crate::metrics::{EdgeMetrics, ImageDirection};
 
@@ -88,18 +87,15 @@ async fn offer(keeper: &KeeperClient, asked: &ImageRequest) -> Result<Response, 
 
 fn send(pipe: OwnedFd, metrics: Arc<EdgeMetrics>) -> Result<Response, NotGiven> {
     let pipe = pipe::Receiver::from_owned_fd(pipe)?;
-    let (pieces, arriving) = mpsc::channel(PIECES_MAX);
+    let (pieces, mut arriving) = mpsc::channel(PIECES_MAX);
     spawn_local(pump(pipe, pieces, metrics));
-    Ok(Response::new(StatusCode::OK).with_body(ResponseBody::stream(ImagePieces(arriving))))
+    let body = PolledBody::new(move |cx| arriving.poll_recv(cx));
+    Ok(Response::new(StatusCode::OK).with_body(ResponseBody::stream(body)))
 }
 
 /// Reads the pipe while the other node takes data. A stalled node occupies no thread of the
 /// keeper.
-async fn pump(
-    mut pipe: pipe::Receiver,
-    pieces: mpsc::Sender<Result<Bytes, BodyError>>,
-    metrics: Arc<EdgeMetrics>,
-) {
+async fn pump(mut pipe: pipe::Receiver, pieces: mpsc::Sender<FrameResult>, metrics: Arc<EdgeMetrics>) {
     let mut buffer = BytesMut::new();
     loop {
         buffer.reserve(PIECE_LEN);
@@ -107,7 +103,7 @@ async fn pump(
             Ok(0) => return,
             Ok(len) => {
                 metrics.image_bytes(ImageDirection::Out, len);
-                Ok(buffer.split().freeze())
+                Ok(Frame::data(buffer.split().freeze()))
             }
             Err(error) => Err(BodyError::Backend(error.to_string())),
         };
@@ -115,19 +111,5 @@ async fn pump(
         if !matches!(timeout(STALL_MAX, pieces.send(piece)).await, Ok(Ok(()))) || is_over {
             return;
         }
-    }
-}
-
-struct ImagePieces(mpsc::Receiver<Result<Bytes, BodyError>>);
-
-impl Body for ImagePieces {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        Poll::Ready(ready!(self.0.poll_recv(cx)).map(|piece| piece.map(Frame::data)))
     }
 }
