@@ -224,8 +224,10 @@ fn ends_with_record() {
         *pids(&world, "app").last().unwrap()
     });
     assert!(is_alive(last));
+    let dirs = groups::of_keeper(world.keeper_pid());
     assert!(world.drain(), "{}", world.log());
     assert!(!is_alive(last));
+    assert!(dirs.iter().all(|dir| !dir.exists()), "{dirs:?}");
     assert_eq!(std::fs::read_dir(world.dir.path().join("run/apps")).unwrap().count(), 0);
 }
 
