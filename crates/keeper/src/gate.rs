@@ -27,6 +27,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use nagaya_keeper_api::fastcgi::{self, NOT_BEGUN};
@@ -36,6 +37,7 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_blocking, spawn_local};
+use tokio::time::sleep;
 
 use crate::{fault, sched_slice, sys};
 
@@ -56,6 +58,10 @@ const LOOKERS_MAX: usize = 8;
 
 /// Maximum number of bytes of one request that wait to be passed on, in each direction.
 const BUFFER_LEN: usize = 64 << 10;
+
+/// Longest time in which an edge takes nothing of an answer whose worker has sent its last byte.
+/// The worker may be gone, so no other limit bounds what the edge leaves here.
+const UNTAKEN_MAX: Duration = Duration::from_secs(120);
 
 /// Number of bytes read at once.
 const READ_LEN: usize = BUFFER_LEN / 4;
@@ -111,7 +117,7 @@ impl ScriptGate {
 fn start_thread(number: usize) -> io::Result<mpsc::Sender<GatedWorker>> {
     let (sender, mut incoming) = mpsc::channel::<GatedWorker>(ORDERS_MAX);
     let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
+        .enable_all()
         .max_blocking_threads(LOOKERS_MAX)
         .build()?;
     let serve = move || {
@@ -513,8 +519,15 @@ impl GateExchange<'_> {
             Some(interest) => stream.ready(interest).await,
             None => std::future::pending().await,
         };
+        let untaken = async {
+            if has_answer_left {
+                std::future::pending::<()>().await;
+            }
+            sleep(UNTAKEN_MAX).await;
+        };
         tokio::select! {
             biased;
+            () = untaken => return Err(CloseReason::Gone),
             ready = ready_of(self.worker, of_worker) => {
                 if ready?.is_readable() && has_answer_left {
                     self.worker_end = self.read_answer().err();
