@@ -4,6 +4,7 @@
 //! (Documentation/accounting/psi.rst), a deadline moves away, up to [`STRETCH_MAX`] times. So a test ends when nothing
 //! happens any more, and not because its machine is busy. Not here: waiting for bytes; sockets have read timeouts (`client`).
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// How long anything may take that should happen "soon". Generous, because it is only reached when a test fails.
@@ -27,6 +28,13 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
 #[track_caller]
 pub fn until_some<T>(what: &str, value: impl FnMut() -> Option<T>) -> T {
     within(SOON, value).unwrap_or_else(|| panic!("waited {SOON:?} of a free machine's time in vain: {what}"))
+}
+
+/// Waits until a program has written this file, and returns its text. A file that is there and empty was only opened.
+#[track_caller]
+pub fn until_written(path: &Path) -> String {
+    let text = || std::fs::read_to_string(path).ok().filter(|text| !text.is_empty());
+    until_some(&format!("{} has text", path.display()), text)
 }
 
 /// The first value there is within `limit`, as a free machine would count it.

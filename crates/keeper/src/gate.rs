@@ -100,9 +100,14 @@ pub struct ScriptGate {
 impl ScriptGate {
     /// Starts its threads, which end with the last clone of this.
     pub fn start() -> io::Result<Self> {
+        Self::start_with(UNTAKEN_MAX)
+    }
+
+    fn start_with(untaken_max: Duration) -> io::Result<Self> {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let count = processors.div_ceil(PROCESSORS_PER_THREAD).min(THREADS_MAX);
-        let threads = (0..count).map(start_thread).collect::<io::Result<_>>()?;
+        let threads =
+            (0..count).map(|number| start_thread(number, untaken_max)).collect::<io::Result<_>>()?;
         Ok(Self { threads, next: Arc::default() })
     }
 
@@ -114,7 +119,7 @@ impl ScriptGate {
     }
 }
 
-fn start_thread(number: usize) -> io::Result<mpsc::Sender<GatedWorker>> {
+fn start_thread(number: usize, untaken_max: Duration) -> io::Result<mpsc::Sender<GatedWorker>> {
     let (sender, mut incoming) = mpsc::channel::<GatedWorker>(ORDERS_MAX);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -124,7 +129,7 @@ fn start_thread(number: usize) -> io::Result<mpsc::Sender<GatedWorker>> {
         sched_slice::request_short_slice();
         LocalSet::new().block_on(&runtime, async move {
             while let Some(passage) = incoming.recv().await {
-                spawn_local(keep_open(passage));
+                spawn_local(keep_open(passage, untaken_max));
             }
         });
     };
@@ -150,12 +155,13 @@ enum CloseReason {
     HungUp,
 }
 
-async fn keep_open(passage: GatedWorker) {
+async fn keep_open(passage: GatedWorker, untaken_max: Duration) {
     let GatedWorker { edge, worker, door, rule, whose } = passage;
     let opened = UnixStream::from_std(edge.into()).and_then(|edge| Ok((edge, stream(worker)?)));
     let closed = match opened {
         Ok((edge, worker)) => {
-            let closed = pass_requests(&edge, worker, &door, &rule).await;
+            let passage = OpenPassage { edge: &edge, door: &door, rule: &rule, untaken_max };
+            let closed = passage.pass_requests(worker).await;
             tell_not_begun(&edge, &closed);
             closed
         }
@@ -195,26 +201,65 @@ fn stream(fd: OwnedFd) -> io::Result<UnixStream> {
     UnixStream::from_std(fd.into())
 }
 
-async fn pass_requests(
-    edge: &UnixStream,
-    mut worker: UnixStream,
-    door: &OwnedFd,
-    rule: &ScriptRule,
-) -> CloseReason {
-    let mut incoming = BytesMut::new();
-    let mut seen = SeenScripts::default();
-    loop {
-        match pass_request(edge, &worker, (rule, &mut seen), &mut incoming).await {
-            Ok(WorkerReuse::Kept) => {}
-            Ok(WorkerReuse::Anew) => match connect(door).and_then(stream) {
-                Ok(fresh) => worker = fresh,
-                Err(error) => return CloseReason::Untaken(error),
-            },
-            Err(CloseReason::HungUp) => {
-                return outlast(&worker, door).await.map_or_else(CloseReason::Io, |()| CloseReason::HungUp);
+/// The way between the edge and one worker.
+struct OpenPassage<'a> {
+    edge: &'a UnixStream,
+    door: &'a OwnedFd,
+    rule: &'a ScriptRule,
+    untaken_max: Duration,
+}
+
+impl OpenPassage<'_> {
+    async fn pass_requests(&self, mut worker: UnixStream) -> CloseReason {
+        let mut incoming = BytesMut::new();
+        let mut seen = SeenScripts::default();
+        loop {
+            match self.pass_request(&worker, &mut seen, &mut incoming).await {
+                Ok(WorkerReuse::Kept) => {}
+                Ok(WorkerReuse::Anew) => match connect(self.door).and_then(stream) {
+                    Ok(fresh) => worker = fresh,
+                    Err(error) => return CloseReason::Untaken(error),
+                },
+                Err(CloseReason::HungUp) => {
+                    let ended = outlast(&worker, self.door).await;
+                    return ended.map_or_else(CloseReason::Io, |()| CloseReason::HungUp);
+                }
+                Err(closed) => return closed,
             }
-            Err(closed) => return closed,
         }
+    }
+
+    async fn pass_request(
+        &self,
+        worker: &UnixStream,
+        seen: &mut SeenScripts,
+        incoming: &mut BytesMut,
+    ) -> Result<WorkerReuse, CloseReason> {
+        let Self { edge, rule, untaken_max, .. } = *self;
+        let mut opening = read_opening(edge, worker, incoming).await?;
+        let body = opening.body_len()?;
+        if !check(rule, seen, &opening).await? {
+            answer_absent(edge, BodyRecords::new(body), incoming).await?;
+            return Ok(WorkerReuse::Kept);
+        }
+        let next = if body > 0 { WorkerReuse::Anew } else { WorkerReuse::Kept };
+        if body > 0 {
+            opening.end_connection();
+        }
+        let exchange = GateExchange {
+            edge,
+            worker,
+            to_worker: opening.bytes,
+            to_edge: BytesMut::new(),
+            body: BodyRecords::new(body),
+            answer: AnswerRecords::default(),
+            stage: RequestStage::Opening,
+            worker_end: None,
+            is_kept: body == 0,
+            untaken_max,
+        };
+        exchange.run(incoming).await?;
+        Ok(next)
     }
 }
 
@@ -241,37 +286,6 @@ async fn outlast(worker: &UnixStream, door: &OwnedFd) -> io::Result<()> {
 enum WorkerReuse {
     Kept,
     Anew,
-}
-
-async fn pass_request(
-    edge: &UnixStream,
-    worker: &UnixStream,
-    (rule, seen): (&ScriptRule, &mut SeenScripts),
-    incoming: &mut BytesMut,
-) -> Result<WorkerReuse, CloseReason> {
-    let mut opening = read_opening(edge, worker, incoming).await?;
-    let body = opening.body_len()?;
-    if !check(rule, seen, &opening).await? {
-        answer_absent(edge, BodyRecords::new(body), incoming).await?;
-        return Ok(WorkerReuse::Kept);
-    }
-    let next = if body > 0 { WorkerReuse::Anew } else { WorkerReuse::Kept };
-    if body > 0 {
-        opening.end_connection();
-    }
-    let exchange = GateExchange {
-        edge,
-        worker,
-        to_worker: opening.bytes,
-        to_edge: BytesMut::new(),
-        body: BodyRecords::new(body),
-        answer: AnswerRecords::default(),
-        stage: RequestStage::Opening,
-        worker_end: None,
-        is_kept: body == 0,
-    };
-    exchange.run(incoming).await?;
-    Ok(next)
 }
 
 /// Waits for the next request. A worker that has ended is noticed first.
@@ -430,6 +444,7 @@ struct GateExchange<'a> {
     worker_end: Option<CloseReason>,
     /// The connection with the worker carries another request.
     is_kept: bool,
+    untaken_max: Duration,
 }
 
 impl GateExchange<'_> {
@@ -523,7 +538,7 @@ impl GateExchange<'_> {
             if has_answer_left {
                 std::future::pending::<()>().await;
             }
-            sleep(UNTAKEN_MAX).await;
+            sleep(self.untaken_max).await;
         };
         tokio::select! {
             biased;

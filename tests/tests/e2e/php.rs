@@ -254,9 +254,7 @@ fn a_script_that_ignores_the_abort_goes_on_to_its_end(world: &World) {
     wait::until("PHP has ended the script that writes", || !machine::is_running(number));
     assert!(!php.join("is_told.end").exists());
     std::fs::write(php.join("goes_on.go"), "").expect("a file");
-    wait::until("the one that asked to goes on to its end", || php.join("goes_on.end").exists());
-    let aborted = std::fs::read_to_string(php.join("goes_on.end")).expect("its last word");
-    assert_eq!(aborted, "1", "it could know");
+    assert_eq!(wait::until_written(&php.join("goes_on.end")), "1", "it goes on to its end, and could know");
 }
 
 fn scripts_of_clients_that_left_keep_their_workers(world: &World) {

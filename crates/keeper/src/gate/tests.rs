@@ -3,10 +3,12 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 use std::path::Path;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use nagaya_keeper_api::fastcgi::{self, ConnectionReuse, NOT_BEGUN};
 use nagaya_records::{Site, SiteName, Tenant};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::RecvFlags;
 
@@ -176,6 +178,10 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
+        Self::with_gate(ScriptGate::start().unwrap())
+    }
+
+    fn with_gate(gate: ScriptGate) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let script = directory.path().join("a.php");
         std::fs::write(&script, "").unwrap();
@@ -188,7 +194,6 @@ impl Scene {
         rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
         let backend = format!(r#"{{"kind":"php","root":{:?}}}"#, directory.path());
         let rule = ScriptRule::new(SiteName::new("s").unwrap(), scripts(&backend));
-        let gate = ScriptGate::start().unwrap();
         let worker = connect(&door).unwrap();
         gate.open(GatedWorker { edge: ours.into(), worker, door, rule, whose: "t".into() }).unwrap();
         let script = script.to_str().unwrap().to_owned();
@@ -278,6 +283,22 @@ fn the_edge_gets_all_that_a_worker_sent_before_it_closed() {
             assert!(heard == answer);
         }
     }
+}
+
+#[test]
+fn an_edge_that_takes_nothing_of_an_answer_loses_it() {
+    let mut scene = Scene::with_gate(ScriptGate::start_with(Duration::from_millis(50)).unwrap());
+    let (mut worker, _) = scene.listener.accept().unwrap();
+    let script = scene.script.clone();
+    let opening = scene.ask(&script, b"");
+    worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+    let answer = [record(6, &[b'x'; 40_000]), record(3, &[0; 8])].concat();
+    worker.write_all(&answer).unwrap();
+    let mut hang_up = [PollFd::new(&scene.edge, PollFlags::empty())];
+    let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+    assert_eq!(poll(&mut hang_up, Some(&limit)), Ok(1), "the gate closes its end");
+    let heard = scene.told();
+    assert!(heard.len() < answer.len() && answer.starts_with(&heard), "{} bytes", heard.len());
 }
 
 #[test]
