@@ -37,8 +37,9 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_blocking, spawn_local};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 
+use crate::cells::CpuDemand;
 use crate::{fault, sched_slice, sys};
 
 use self::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
@@ -63,6 +64,17 @@ const BUFFER_LEN: usize = 64 << 10;
 /// The worker may be gone, so no other limit bounds what the edge leaves here.
 const UNTAKEN_MAX: Duration = Duration::from_secs(120);
 
+/// Length of a part of an answer that is passed on at once, and the longest time in which a shorter
+/// part waits for more. PHP writes a page in pieces of at most 8 KiB, one right after the other.
+/// Each piece that is passed on wakes the edge, and its client.
+const PART_LEN: usize = 16 << 10;
+const PART_WAIT: Duration = Duration::from_millis(1);
+
+/// Time without a request after which a worker gives up its share of CPU time. Until then quiet
+/// instances of its tenant run with that share, at the cost of other tenants. To give it up after
+/// each request would cost each request two changes.
+const SHARE_KEPT: Duration = Duration::from_millis(100);
+
 /// Number of bytes read at once.
 const READ_LEN: usize = BUFFER_LEN / 4;
 
@@ -76,6 +88,13 @@ const ASK_VALUES: [u8; 8] = [1, 9, 0, 0, 0, 0, 0, 0];
 
 /// PHP's response for a script that is missing.
 const NO_FILE: &[u8] = b"Status: 404 Not Found\r\nContent-Type: text/plain\r\n\r\nNo input file specified.\n";
+
+/// Time limits of a passage: `PART_WAIT` and `UNTAKEN_MAX`, if no test sets others.
+#[derive(Debug, Clone, Copy)]
+struct PassageTimes {
+    part_wait: Duration,
+    untaken_max: Duration,
+}
 
 /// One worker and the edge's connection with it.
 pub struct GatedWorker {
@@ -100,14 +119,13 @@ pub struct ScriptGate {
 impl ScriptGate {
     /// Starts its threads, which end with the last clone of this.
     pub fn start() -> io::Result<Self> {
-        Self::start_with(UNTAKEN_MAX)
+        Self::start_with(PassageTimes { part_wait: PART_WAIT, untaken_max: UNTAKEN_MAX })
     }
 
-    fn start_with(untaken_max: Duration) -> io::Result<Self> {
+    fn start_with(times: PassageTimes) -> io::Result<Self> {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let count = processors.div_ceil(PROCESSORS_PER_THREAD).min(THREADS_MAX);
-        let threads =
-            (0..count).map(|number| start_thread(number, untaken_max)).collect::<io::Result<_>>()?;
+        let threads = (0..count).map(|number| start_thread(number, times)).collect::<io::Result<_>>()?;
         Ok(Self { threads, next: Arc::default() })
     }
 
@@ -119,7 +137,7 @@ impl ScriptGate {
     }
 }
 
-fn start_thread(number: usize, untaken_max: Duration) -> io::Result<mpsc::Sender<GatedWorker>> {
+fn start_thread(number: usize, times: PassageTimes) -> io::Result<mpsc::Sender<GatedWorker>> {
     let (sender, mut incoming) = mpsc::channel::<GatedWorker>(ORDERS_MAX);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -129,7 +147,7 @@ fn start_thread(number: usize, untaken_max: Duration) -> io::Result<mpsc::Sender
         sched_slice::request_short_slice();
         LocalSet::new().block_on(&runtime, async move {
             while let Some(passage) = incoming.recv().await {
-                spawn_local(keep_open(passage, untaken_max));
+                spawn_local(keep_open(passage, times));
             }
         });
     };
@@ -155,12 +173,12 @@ enum CloseReason {
     HungUp,
 }
 
-async fn keep_open(passage: GatedWorker, untaken_max: Duration) {
+async fn keep_open(passage: GatedWorker, times: PassageTimes) {
     let GatedWorker { edge, worker, door, rule, whose } = passage;
     let opened = UnixStream::from_std(edge.into()).and_then(|edge| Ok((edge, stream(worker)?)));
     let closed = match opened {
         Ok((edge, worker)) => {
-            let passage = OpenPassage { edge: &edge, door: &door, rule: &rule, untaken_max };
+            let passage = OpenPassage { edge: &edge, door: &door, rule: &rule, times };
             let closed = passage.pass_requests(worker).await;
             tell_not_begun(&edge, &closed);
             closed
@@ -206,7 +224,7 @@ struct OpenPassage<'a> {
     edge: &'a UnixStream,
     door: &'a OwnedFd,
     rule: &'a ScriptRule,
-    untaken_max: Duration,
+    times: PassageTimes,
 }
 
 impl OpenPassage<'_> {
@@ -235,13 +253,18 @@ impl OpenPassage<'_> {
         seen: &mut SeenScripts,
         incoming: &mut BytesMut,
     ) -> Result<WorkerReuse, CloseReason> {
-        let Self { edge, rule, untaken_max, .. } = *self;
-        let mut opening = read_opening(edge, worker, incoming).await?;
+        let Self { edge, rule, times, .. } = *self;
+        let mut opening = tokio::select! {
+            biased;
+            opening = read_opening(edge, worker, incoming) => opening?,
+            reason = self.give_up_share() => return Err(reason),
+        };
         let body = opening.body_len()?;
         if !check(rule, seen, &opening).await? {
             answer_absent(edge, BodyRecords::new(body), incoming).await?;
             return Ok(WorkerReuse::Kept);
         }
+        rule.claim(CpuDemand::Share);
         let next = if body > 0 { WorkerReuse::Anew } else { WorkerReuse::Kept };
         if body > 0 {
             opening.end_connection();
@@ -255,11 +278,19 @@ impl OpenPassage<'_> {
             answer: AnswerRecords::default(),
             stage: RequestStage::Opening,
             worker_end: None,
+            part_due: None,
             is_kept: body == 0,
-            untaken_max,
+            times,
         };
         exchange.run(incoming).await?;
         Ok(next)
+    }
+
+    /// Gives up the share of a worker that has no request for a while. Never returns.
+    async fn give_up_share(&self) -> CloseReason {
+        sleep(SHARE_KEPT).await;
+        self.rule.claim(CpuDemand::Nothing);
+        std::future::pending().await
     }
 }
 
@@ -442,9 +473,11 @@ struct GateExchange<'a> {
     /// The worker's end of the connection has ended before the answer did. The edge gets what came
     /// before that first.
     worker_end: Option<CloseReason>,
+    /// When a part of the answer that is shorter than `PART_LEN` goes to the edge.
+    part_due: Option<Instant>,
     /// The connection with the worker carries another request.
     is_kept: bool,
-    untaken_max: Duration,
+    times: PassageTimes,
 }
 
 impl GateExchange<'_> {
@@ -507,7 +540,16 @@ impl GateExchange<'_> {
         Ok(self.stage == RequestStage::Begun)
     }
 
+    /// Whether the part of the answer that is here goes to the edge now.
+    fn is_part_due(&self) -> bool {
+        let is_last = self.answer.has_ended() || self.worker_end.is_some();
+        is_last || self.to_edge.len() >= PART_LEN || self.part_due.is_some_and(|due| due <= Instant::now())
+    }
+
     fn send_to_edge(&mut self) -> Result<(), CloseReason> {
+        if !self.is_part_due() {
+            return Ok(());
+        }
         while !self.to_edge.is_empty() {
             match self.edge.try_write(&self.to_edge) {
                 Ok(len) => self.to_edge.advance(len),
@@ -515,6 +557,8 @@ impl GateExchange<'_> {
                 Err(error) => return Err(error.into()),
             }
         }
+        // The rest of a part that has begun to go waits only for the edge.
+        self.part_due = (!self.to_edge.is_empty()).then(Instant::now);
         Ok(())
     }
 
@@ -524,7 +568,7 @@ impl GateExchange<'_> {
         let wants_body = has_room && !self.body.is_complete();
         // It has sent all of this request, and sends no more if its client leaves.
         let awaits_end = self.body.is_complete() && incoming.is_empty();
-        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty());
+        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty() && self.is_part_due());
         let is_held = self.stage == RequestStage::Opening && !incoming.is_empty();
         let has_more = !self.to_worker.is_empty() || is_held;
         // A worker may close its connection as soon as its answer is complete. That is no failure.
@@ -538,11 +582,18 @@ impl GateExchange<'_> {
             if has_answer_left {
                 std::future::pending::<()>().await;
             }
-            sleep(self.untaken_max).await;
+            sleep(self.times.untaken_max).await;
+        };
+        let part_due = async {
+            match self.part_due.filter(|_| !self.is_part_due()) {
+                Some(due) => sleep_until(due).await,
+                None => std::future::pending().await,
+            }
         };
         tokio::select! {
             biased;
             () = untaken => return Err(CloseReason::Gone),
+            () = part_due => {}
             ready = ready_of(self.worker, of_worker) => {
                 if ready?.is_readable() && has_answer_left {
                     self.worker_end = self.read_answer().err();
@@ -573,6 +624,7 @@ impl GateExchange<'_> {
             Ok(_) => {
                 self.stage = RequestStage::Begun;
                 self.answer.look(&self.to_edge[before..]);
+                self.part_due.get_or_insert_with(|| Instant::now() + self.times.part_wait);
                 Ok(())
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),

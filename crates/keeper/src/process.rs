@@ -111,12 +111,6 @@ impl ProcessTree {
         if self.stay.over.get() { Err(unknown(self.id)) } else { Ok(()) }
     }
 
-    /// Whether the process is alone in its cell. A cell that cannot be read is assumed to hold
-    /// more.
-    fn is_alone(&self) -> bool {
-        self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| Some(*pid) == self.pid))
-    }
-
     /// Makes the gate pass scripts of this site to it, and no others.
     pub fn serve_scripts(&self, site: &SiteName, scripts: SiteScripts) {
         if let Some(rule) = &self.scripts {
@@ -306,6 +300,9 @@ impl Processes {
             scripts: order.scripts,
             _enclosure: started.enclosure,
         });
+        if let Some(rule) = &process.scripts {
+            rule.set_cell(process.stay.leaf());
+        }
         self.running.borrow_mut().insert(id, Rc::clone(&process));
         if self.closing.get() {
             process.end_wanted.notify_one();

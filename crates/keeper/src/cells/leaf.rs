@@ -359,6 +359,26 @@ impl Leaf {
         state.began = state.body.as_ref().and_then(|body| body.read().ok()).unwrap_or_default();
     }
 
+    /// Returns the use since `begin`, which this is for the next request. Both take one reading of
+    /// the counters. `None` if another process than this one is in it, or the counters cannot be
+    /// read.
+    pub fn begin_next(&self, pid: Pid) -> Option<RequestUsage> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let body = state.body.as_ref()?;
+        let pids = body.fence.as_ref().map_or(Ok(Vec::new()), TreeKill::pids).ok()?;
+        if pids.iter().any(|other| *other != pid) {
+            return None;
+        }
+        let counters = body.read().ok()?;
+        if state.asks {
+            state.note_disk_use(&pids);
+        }
+        let used = state.used(counters);
+        (state.began, state.said_began) = (counters, state.said);
+        Some(used)
+    }
+
     /// Sets the counters at the moment it was taken.
     pub fn began_at(&self, counters: CellCounters) {
         self.state.lock().began = counters;
@@ -404,7 +424,11 @@ impl LeafState {
     fn usage(&self) -> RequestUsage {
         let Some(body) = &self.body else { return self.last };
         // The values of a directory that somebody removed are final.
-        let Ok(counters) = body.read() else { return self.last };
+        body.read().map_or(self.last, |counters| self.used(counters))
+    }
+
+    /// Returns the use since `began`, for these counters.
+    fn used(&self, counters: CellCounters) -> RequestUsage {
         let mut used = counters - self.began;
         if self.asks {
             let said = self.said - self.said_began;
@@ -413,9 +437,7 @@ impl LeafState {
         used.into()
     }
 
-    /// Reads what the processes read and wrote, where no directory counts it. The numbers of a
-    /// process that ends are lost, or added to those of its waiting parent. So the sum is the
-    /// maximum seen.
+    /// Reads what the processes read and wrote, where no directory counts it.
     fn ask(&mut self, leader: Option<Pid>) {
         let Some(fence) = self.body.as_ref().and_then(|body| body.fence.as_ref()).filter(|_| self.asks)
         else {
@@ -425,7 +447,13 @@ impl LeafState {
         // A process that has ended is no longer listed, but its numbers can be read until it is
         // reaped.
         pids.extend(leader.filter(|leader| !pids.contains(leader)));
-        let said = usage::of_processes(&pids);
+        self.note_disk_use(&pids);
+    }
+
+    /// Notes what these processes read and wrote. The numbers of a process that ends are lost, or
+    /// added to those of its waiting parent. So the sum is the maximum seen.
+    fn note_disk_use(&mut self, pids: &[Pid]) {
+        let said = usage::of_processes(pids);
         self.said.read_bytes = self.said.read_bytes.max(said.read_bytes);
         self.said.write_bytes = self.said.write_bytes.max(said.write_bytes);
     }

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use nagaya_records::record::{FileRoot, LinkPolicy};
 use nagaya_records::{Backend, Site, SiteName, Tenant};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
+use crate::cells::{CpuDemand, Leaf};
 use crate::enclosure::{HiddenPath, ProgramView};
 use crate::fault::Fault;
 use crate::paths::roots;
@@ -35,28 +36,44 @@ const SEEN_AGE_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of tries of a look-up that a rename elsewhere disturbs (`EAGAIN` of `openat2`).
 const RESOLVE_TRIES: usize = 64;
 
-/// The scripts that one worker may be given now. It changes with the site it serves, and with that
-/// site's record.
+/// The scripts that one worker may be given now, and its cell. Both change with the site it serves,
+/// and with that site's record.
 #[derive(Debug)]
-pub struct ScriptRule(RwLock<(SiteName, Option<Arc<SiteScripts>>)>);
+pub struct ScriptRule {
+    scripts: RwLock<(SiteName, Option<Arc<SiteScripts>>)>,
+    cell: Mutex<Option<Arc<Leaf>>>,
+}
 
 impl ScriptRule {
     pub fn new(site: SiteName, scripts: SiteScripts) -> Arc<Self> {
-        Arc::new(Self(RwLock::new((site, Some(Arc::new(scripts))))))
+        let scripts = RwLock::new((site, Some(Arc::new(scripts))));
+        Arc::new(Self { scripts, cell: Mutex::default() })
+    }
+
+    /// Sets the present cell of the worker.
+    pub fn set_cell(&self, leaf: Arc<Leaf>) {
+        *self.cell.lock() = Some(leaf);
+    }
+
+    /// Sets the CPU demand of the worker's cell. Without a cell this does nothing.
+    pub fn claim(&self, demand: CpuDemand) {
+        if let Some(leaf) = &*self.cell.lock() {
+            leaf.claim(demand);
+        }
     }
 
     /// `None`: it may be given none.
     pub fn set(&self, site: SiteName, scripts: Option<SiteScripts>) {
-        *self.0.write() = (site, scripts.map(Arc::new));
+        *self.scripts.write() = (site, scripts.map(Arc::new));
     }
 
     /// Returns the site it serves.
     pub fn site(&self) -> SiteName {
-        self.0.read().0.clone()
+        self.scripts.read().0.clone()
     }
 
     pub fn get(&self) -> Option<Arc<SiteScripts>> {
-        self.0.read().1.clone()
+        self.scripts.read().1.clone()
     }
 }
 

@@ -16,7 +16,7 @@ use crate::enclosure::ProgramView;
 
 use super::opening::{AnswerRecords, BodyRecords, CheckedOpening, RequestViolation};
 use super::scripts::{ScriptRule, SiteScripts};
-use super::{GatedWorker, NO_FILE, ScriptGate, connect};
+use super::{GatedWorker, NO_FILE, PART_LEN, PART_WAIT, PassageTimes, ScriptGate, UNTAKEN_MAX, connect};
 
 fn opening(params: &[(&str, &str)]) -> BytesMut {
     let mut opening = fastcgi::RequestOpening::new(ConnectionReuse::Kept);
@@ -287,7 +287,8 @@ fn the_edge_gets_all_that_a_worker_sent_before_it_closed() {
 
 #[test]
 fn an_edge_that_takes_nothing_of_an_answer_loses_it() {
-    let mut scene = Scene::with_gate(ScriptGate::start_with(Duration::from_millis(50)).unwrap());
+    let times = PassageTimes { part_wait: PART_WAIT, untaken_max: Duration::from_millis(50) };
+    let mut scene = Scene::with_gate(ScriptGate::start_with(times).unwrap());
     let (mut worker, _) = scene.listener.accept().unwrap();
     let script = scene.script.clone();
     let opening = scene.ask(&script, b"");
@@ -299,6 +300,39 @@ fn an_edge_that_takes_nothing_of_an_answer_loses_it() {
     assert_eq!(poll(&mut hang_up, Some(&limit)), Ok(1), "the gate closes its end");
     let heard = scene.told();
     assert!(heard.len() < answer.len() && answer.starts_with(&heard), "{} bytes", heard.len());
+}
+
+#[test]
+fn short_parts_of_an_answer_go_to_the_edge_together() {
+    let times = PassageTimes { part_wait: Duration::from_secs(600), untaken_max: UNTAKEN_MAX };
+    let mut scene = Scene::with_gate(ScriptGate::start_with(times).unwrap());
+    let (mut worker, _) = scene.listener.accept().unwrap();
+    let script = scene.script.clone();
+    let opening = scene.ask(&script, b"");
+    worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+    let (part, end) = (record(6, &[b'x'; 1000]), record(3, &[0; 8]));
+    let passed_on = |edge: &StdStream| rustix::io::ioctl_fionread(edge).unwrap() as usize;
+    let mut sent = Vec::new();
+    // Before it reads a part, it has done with those before.
+    for _ in 0..4 {
+        worker.write_all(&part).unwrap();
+        sent.extend_from_slice(&part);
+        while !crate::sys::is_all_read(&worker).unwrap() {
+            std::thread::yield_now();
+        }
+        assert_eq!(passed_on(&scene.edge), 0, "{} bytes are few", sent.len());
+    }
+    while sent.len() < PART_LEN {
+        worker.write_all(&part).unwrap();
+        sent.extend_from_slice(&part);
+    }
+    let mut heard = vec![0; sent.len() + end.len()];
+    let (enough, rest) = heard.split_at_mut(PART_LEN);
+    scene.edge.read_exact(enough).unwrap();
+    worker.write_all(&end).unwrap();
+    sent.extend_from_slice(&end);
+    scene.edge.read_exact(rest).unwrap();
+    assert!(heard == sent, "the last part waits for nothing");
 }
 
 #[test]

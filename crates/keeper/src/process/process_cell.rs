@@ -18,7 +18,7 @@ use tokio::sync::{Mutex, Notify};
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
-use crate::cells::{self, CellParent, CpuDemand, Leaf, OomKills};
+use crate::cells::{self, CellParent, Leaf, OomKills};
 use crate::confinement;
 use crate::fault::{self, Fault};
 use crate::metrics::KeeperMetrics;
@@ -173,15 +173,18 @@ impl Processes {
         process.expect_alive()?;
         stay.stop_watch();
         stay.serves.set(false);
-        let usage = if process.is_alone() { stay.usage() } else { self.leave_behind(process).await? };
+        let usage = match process.pid.and_then(|pid| stay.leaf().begin_next(pid)) {
+            Some(used) => RequestUsage { demoted: stay.demoted.get(), ..used },
+            None => {
+                let usage = self.leave_behind(process).await?;
+                stay.leaf().begin();
+                usage
+            }
+        };
         if stay.demoted.replace(0) > 0 {
             stay.leaf().set(&stay.request.borrow().holds.limits);
         }
-        stay.leaf().begin();
         stay.forget_kills();
-        // It waits for the next request. Until then resting instances of its tenant are not
-        // disadvantaged by it.
-        stay.leaf().claim(CpuDemand::Nothing);
         Ok(usage)
     }
 
@@ -242,6 +245,9 @@ impl Processes {
             return Err(error);
         }
         stay.kills.replace(leaf.own_kills());
+        if let Some(rule) = &process.scripts {
+            rule.set_cell(Arc::clone(&leaf));
+        }
         stay.leaf.replace(leaf);
         self.metrics.moves.inc();
         Ok(())

@@ -4,8 +4,10 @@
 //! machine does. Not here: threads of one instance (`rest`), shares as such (`limits`).
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 use nagaya_keeper_api::client::KeeperClient;
+use nagaya_records::cell::Confinement;
 use nagaya_records::instance::{InstanceCommand, Tier};
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -13,8 +15,9 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::json;
 
 use crate::groups::FAIR_AFTER_IDLE;
+use crate::php::Php;
 use crate::rest::{SERVER, app, get, pids, show, until_idle};
-use crate::world::{World, site_name, until_so};
+use crate::world::{ALICE, World, site_name, until_so};
 use crate::{CellFact, groups};
 
 pub const CELLS: &[CellFact] = &[
@@ -32,6 +35,11 @@ pub const CELLS: &[CellFact] = &[
         &["cpu", FAIR_AFTER_IDLE],
         "what else a tenant runs has its share while an instance of it is quiet",
         others_keep_theirs,
+    ),
+    (
+        &["cpu", FAIR_AFTER_IDLE],
+        "each request to a PHP worker has its share beside a quiet instance",
+        php_keeps_its,
     ),
     (
         &["cpu", FAIR_AFTER_IDLE],
@@ -156,6 +164,40 @@ fn others_keep_theirs() {
             world.act("other", InstanceCommand::Stop);
             let [app] = received(&world, ["app"]).await;
             assert!(app < WORK_US / 10, "{app} us");
+        }
+    });
+}
+
+/// Waits for a file, and says its pid.
+const WAITING: &str = "<?php touch(__DIR__ . '/begun'); while (!file_exists(__DIR__ . '/go')) { usleep(1000); clearstatcache(); } \
+                       unlink(__DIR__ . '/begun'); unlink(__DIR__ . '/go'); echo getmypid();";
+
+fn php_keeps_its() {
+    let mut world = world();
+    let script = world.script("waiting.php", WAITING);
+    let www = script.parent().unwrap().to_owned();
+    std::fs::set_permissions(&www, std::fs::Permissions::from_mode(0o755)).unwrap();
+    world.own(&www, ALICE);
+    world.site("php", "alice", json!({"kind": "php", "root": "www"}));
+    let world = world.start();
+    world.run(async |keeper| {
+        wake(&world, &keeper, "app").await;
+        rest(&world, "app", Tier::Quiet).await;
+        let pid = pids(&world, "app")[0];
+        let tenant = groups::above(pid, "cpu", "tenant-alice").unwrap();
+        let is_idle = || groups::read(&tenant, "cpu", "cpu.idle", "cpu.idle") == "1";
+        let mut php = Php::start_for(&keeper, "php").await;
+        let id = php.guard.id();
+        keeper.enter(id, &site_name("php"), &Confinement::default()).await.unwrap();
+        for _ in 0..3 {
+            let serving = async {
+                until_so(|| www.join("begun").exists()).await;
+                assert!(!is_idle(), "while the worker serves");
+                world.script("go", "");
+            };
+            tokio::join!(php.ask(&script, ""), serving);
+            keeper.leave(id).await.unwrap();
+            until_so(&is_idle).await;
         }
     });
 }
