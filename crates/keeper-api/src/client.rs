@@ -655,7 +655,14 @@ impl KeeperClient {
     }
 
     async fn call(&self, verb: Verb, within: Duration) -> Result<CallResult, KeeperCallError> {
-        let asked = async { self.connected().await?.ask(verb).await };
+        let asked = async {
+            match self.connected().await?.ask(verb).await {
+                // The keeper ended, and nothing has read that from the socket yet. Its successor
+                // gets the call.
+                Err(AskFailure::Unsent(verb)) => Ok(self.connected().await?.ask(verb).await?),
+                asked => Ok(asked?),
+            }
+        };
         timeout(within, asked).await.unwrap_or(Err(KeeperCallError::TimedOut))
     }
 
@@ -675,7 +682,9 @@ impl KeeperClient {
             KeeperCallError::Gone
         })?;
         let hello = connection.ask(Verb::Hello { version: PROTOCOL_VERSION });
-        match timeout(CALL_TIMEOUT, hello).await.unwrap_or(Err(KeeperCallError::TimedOut)) {
+        let greeted =
+            timeout(CALL_TIMEOUT, hello).await.map(|greeted| greeted.map_err(KeeperCallError::from));
+        match greeted.unwrap_or(Err(KeeperCallError::TimedOut)) {
             Ok((_, fds, _)) => {
                 if let Ok([roll, changes]) = <[OwnedFd; 2]>::try_from(fds) {
                     // The connection is new, so nothing is set yet.
@@ -710,6 +719,28 @@ impl Drop for KeeperClient {
     }
 }
 
+/// Failure of a call over one connection.
+enum AskFailure {
+    /// No keeper has it: a message on a `SOCK_SEQPACKET` socket is sent whole or not at all.
+    Unsent(Verb),
+    Failed(KeeperCallError),
+}
+
+impl From<KeeperCallError> for AskFailure {
+    fn from(error: KeeperCallError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<AskFailure> for KeeperCallError {
+    fn from(failure: AskFailure) -> Self {
+        match failure {
+            AskFailure::Unsent(_) => Self::Gone,
+            AskFailure::Failed(error) => error,
+        }
+    }
+}
+
 impl KeeperConnection {
     fn open(path: &Path, number: u64) -> io::Result<Rc<Self>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -739,12 +770,13 @@ impl KeeperConnection {
         Ok(connection)
     }
 
-    async fn ask(&self, verb: Verb) -> Result<CallResult, KeeperCallError> {
+    async fn ask(&self, verb: Verb) -> Result<CallResult, AskFailure> {
         let tag = self.next_tag.replace(self.next_tag.get() + 1);
         // The reply about an instance or its processes may take minutes, and the caller may leave
         // long before.
         let is_patient = matches!(verb, Verb::UseInstance { .. } | Verb::EnterInstance { .. });
-        let bytes = codec::encode(&VerbCall { tag, verb }).map_err(|_| KeeperCallError::Refused {
+        let call = VerbCall { tag, verb };
+        let bytes = codec::encode(&call).map_err(|_| KeeperCallError::Refused {
             failure: FailureKind::Invalid,
             code: crate::codes::PROTOCOL.0,
             message: "the call does not fit in one message".into(),
@@ -756,7 +788,7 @@ impl KeeperConnection {
             message: format!("{WAITING_MAX} calls wait for the keeper already"),
         };
         if self.waiting.borrow().len() >= WAITING_MAX {
-            return Err(full());
+            return Err(full().into());
         }
         let forget = match is_patient {
             true => Some(self.farewells.clone().try_reserve_owned().map_err(|_| full())?),
@@ -766,18 +798,19 @@ impl KeeperConnection {
         let _asking = is_patient.then(|| PendingCall { connection: self, tag, forget });
         if codec::send_message(&self.socket, &bytes, &[]).await.is_err() {
             self.close();
+            return Err(AskFailure::Unsent(call.verb));
         }
         // If this future is dropped while it waits, the reader still takes the reply. Dropping the
         // reply closes and ends what came with it.
         match answered.await {
             Ok((VerbReply::Failed { failure, code, message }, _, _)) => {
-                Err(KeeperCallError::Refused { failure, code, message })
+                Err(KeeperCallError::Refused { failure, code, message }.into())
             }
             Ok((VerbReply::Elsewhere { node, epoch, message }, _, _)) => {
-                Err(KeeperCallError::Elsewhere { node, epoch, message })
+                Err(KeeperCallError::Elsewhere { node, epoch, message }.into())
             }
             Ok(got) => Ok(got),
-            Err(_) => Err(KeeperCallError::Gone),
+            Err(_) => Err(KeeperCallError::Gone.into()),
         }
     }
 

@@ -35,6 +35,7 @@ pub const ROOT: &[Fact] = &[
     ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v1", || {
         killed(CellMechanism::CgroupV1);
     }),
+    ("a client that has not seen its keeper's end reaches the next keeper", unseen_end),
 ];
 
 const SLEEPER: &str = "echo $$; exec sleep 1000";
@@ -154,6 +155,17 @@ fn wrong_uid() {
     assert!(["got 0", "got nothing"].contains(&words.as_str()), "{said:?}");
     assert!(world.log().contains("another uid"), "{}", world.log());
     world.run(async |keeper| keeper.status().await.unwrap());
+}
+
+fn unseen_end() {
+    let world = World::new().start();
+    world.run(async |keeper| {
+        keeper.status().await.unwrap();
+        // Nothing here waits, so the client's reader gets no turn in between.
+        world.kill();
+        world.restart();
+        keeper.status().await.unwrap();
+    });
 }
 
 fn killed(fence: CellMechanism) {
