@@ -423,7 +423,7 @@ impl TreeEnding<'_> {
             // In case the cell could not be ended. A process that is dead already is as good.
             let _ = self.root.kill();
         }
-        let exit = self.reap(END_TIMEOUT).await.map(|exit| self.name_memory(exit, wait_end));
+        let exit = self.reap(END_TIMEOUT).await.map(|exit| self.name_memory(exit));
         let removed = wait_removed(&leaf, label, END_TIMEOUT).await;
         // A returned cell knows its use at the moment when nothing ran in it any more.
         let usage = stay.usage();
@@ -465,7 +465,7 @@ impl TreeEnding<'_> {
     /// Reports whether a process that serves requests died for lack of memory. Kernels count per
     /// cell. So only a process that was killed counts, and only if something was killed there since
     /// its request began.
-    fn name_memory(&self, exit: ProcessExit, wait_end: WaitEnd) -> ProcessExit {
+    fn name_memory(&self, exit: ProcessExit) -> ProcessExit {
         let process = self.process;
         let is_killed = match (exit.signal, exit.status) {
             (Some(signal), _) => signal == Signal::KILL.as_raw(),
@@ -475,14 +475,13 @@ impl TreeEnding<'_> {
         if process.kind == ProcessKind::App || !is_killed || process.stay.memory_kills() == 0 {
             return exit;
         }
-        // A shell that says so by its status has ended by itself, whatever was asked for meanwhile.
-        if wait_end == WaitEnd::Ended || exit.signal.is_none() {
-            let (code, kind, cell) = (fault::OUT_OF_MEMORY, process.kind.as_str(), process.stay.leaf());
-            tracing::warn!(
-                tenant = %process.tenant.name, program = process.label,
-                "{code}: out of memory: the kernel killed a {kind} process at the memory limit of cell {}", cell.name()
-            );
-        }
+        // Also if its end was asked for meanwhile: a process that the kernel kills closes its
+        // connection some time before it is gone.
+        let (code, kind, cell) = (fault::OUT_OF_MEMORY, process.kind.as_str(), process.stay.leaf());
+        tracing::warn!(
+            tenant = %process.tenant.name, program = process.label,
+            "{code}: out of memory: the kernel killed a {kind} process at the memory limit of cell {}", cell.name()
+        );
         ProcessExit { out_of_memory: true, ..exit }
     }
 
