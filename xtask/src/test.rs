@@ -4,7 +4,7 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::panic::resume_unwind;
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread;
 use std::time::Instant;
 
@@ -27,32 +27,30 @@ const END_TO_END: &str = "e2e";
 const NICE_BESIDE: i32 = 10;
 
 /// The same beside tests that measure what programs get: a sixtieth.
-const NICE_CHECKS: i32 = 19;
+const NICE_LINT: i32 = 19;
 
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let mut sum = TestSum::default();
     let mut succeeded = true;
     match arguments {
-        [] => succeeded &= all(&mut sum, CheckMode::Not)?,
-        [only] if only == "--with-checks" => succeeded &= all(&mut sum, CheckMode::Beside)?,
+        [] => succeeded &= all(&mut sum, LintMode::Not)?,
+        [only] if only == "--with-lint" => succeeded &= all(&mut sum, LintMode::Beside)?,
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
-        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum, CheckMode::Not)?,
+        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum, LintMode::Not)?,
         [only] if only == "--guest" => {
             if guest::is_possible(&mut sum) {
                 let suite = guest::GuestSuite::build()?;
                 succeeded &= suite.run(suite.is_emulated()?, &mut sum)?;
             }
         }
-        _ => {
-            bail!("unknown arguments '{}': use --with-checks, --unit, --e2e or --guest", arguments.join(" "))
-        }
+        _ => bail!("unknown arguments '{}': use --with-lint, --unit, --e2e or --guest", arguments.join(" ")),
     }
     Ok(sum.tell(succeeded))
 }
 
-/// Whether `CHECKS` run while the end-to-end tests wait for their programs.
+/// Whether `./dev lint` runs while the end-to-end tests wait for their programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum CheckMode {
+enum LintMode {
     Not,
     Beside,
 }
@@ -60,13 +58,13 @@ enum CheckMode {
 /// Runs all tests. An emulated guest uses CPU time that the modules' tests leave. It has ended
 /// before the tests of this machine's kernel and of the built server. One with KVM runs alone, as
 /// its clock is this machine's.
-fn all(sum: &mut TestSum, checks: CheckMode) -> Result<bool> {
+fn all(sum: &mut TestSum, lint: LintMode) -> Result<bool> {
     if !guest::is_possible(sum) {
-        return Ok(unit(sum)? & end_to_end(sum, checks)?);
+        return Ok(unit(sum)? & end_to_end(sum, lint)?);
     }
     let suite = timed("building for the guest", guest::GuestSuite::build)?;
     if !suite.is_emulated()? {
-        return Ok(unit(sum)? & end_to_end(sum, checks)? & suite.run(false, sum)?);
+        return Ok(unit(sum)? & end_to_end(sum, lint)? & suite.run(false, sum)?);
     }
     let beside = thread::spawn(move || {
         // It applies to this thread alone, and to its children: setpriority(2), "C library/kernel
@@ -81,7 +79,7 @@ fn all(sum: &mut TestSum, checks: CheckMode) -> Result<bool> {
     let (succeeded, more) = inside?;
     sum.take_in(more);
     let kernel = timed("kernel", || kernel(sum))?;
-    Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum, checks))?)
+    Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum, lint))?)
 }
 
 /// Prints how long a part took, including builds.
@@ -132,43 +130,33 @@ fn test_targets() -> Result<Vec<String>> {
 }
 
 /// Tests the built server from outside.
-fn end_to_end(sum: &mut TestSum, checks: CheckMode) -> Result<bool> {
+fn end_to_end(sum: &mut TestSum, lint: LintMode) -> Result<bool> {
     let tests = ["test", "--no-fail-fast", PACKAGES, "--test", END_TO_END];
     workspace::build_nagaya(Build::Tested)?;
-    let mut checking = None;
+    let mut linting = None;
     let succeeded = cargo_test(&tests, sum, || {
-        checking = (checks == CheckMode::Beside).then(|| thread::spawn(run_checks));
+        if lint == LintMode::Beside {
+            linting = Some(begin_lint()?);
+        }
         Ok(())
     })?;
-    let Some(checking) = checking else { return Ok(succeeded & (checks == CheckMode::Not)) };
-    let checked = timed("checks, after the tests", || checking.join());
-    let mut all_passed = true;
-    for (check, output) in checked.unwrap_or_else(|panic| resume_unwind(panic))? {
-        print!("{}", String::from_utf8_lossy(&output.stdout));
-        if !output.status.success() {
-            sum.failures.push(check.into());
-            all_passed = false;
-        }
+    let Some(linting) = linting else { return Ok(succeeded & (lint == LintMode::Not)) };
+    let output = timed("lint, after the tests", || linting.wait_with_output()).context("waiting for lint")?;
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    if !output.status.success() {
+        sum.failures.push("lint".into());
     }
-    Ok(succeeded & all_passed)
+    Ok(succeeded & output.status.success())
 }
 
-/// Verbs of this program that need no more than CPU time, with their arguments.
-const CHECKS: [&[&str]; 2] = [&["lint"], &["fuzz", "--quick"]];
-
-/// Runs them one after the other, each in a process of its own: its nice value affects nothing
-/// else. It begins when nothing is left to build: cargo would wait for it.
-fn run_checks() -> Result<Vec<(&'static str, Output)>> {
+/// Starts the lint in a separate process, so that its nice value affects nothing else. It starts
+/// when nothing is left to build: cargo would wait for it.
+fn begin_lint() -> Result<Child> {
     let own = std::env::current_exe().context("asking which program this is")?;
-    let run = |words: &'static [&'static str]| -> Result<_> {
-        let child = Command::new(&own).args(words).stdout(Stdio::piped()).spawn();
-        let child = child.with_context(|| format!("starting {}", words[0]))?;
-        let pid = Pid::from_child(&child);
-        setpriority_process(Some(pid), NICE_CHECKS).context("letting the tests go first")?;
-        let output = child.wait_with_output().with_context(|| format!("waiting for {}", words[0]))?;
-        Ok((words[0], output))
-    };
-    CHECKS.into_iter().map(run).collect()
+    let child = Command::new(own).arg("lint").stdout(Stdio::piped()).spawn().context("starting lint")?;
+    let pid = Pid::from_child(&child);
+    setpriority_process(Some(pid), NICE_LINT).context("letting the tests go before lint")?;
+    Ok(child)
 }
 
 /// Builds as the checkout's owner, then runs as the caller while reading along. `begun` is called
