@@ -11,10 +11,12 @@ use nagaya_keeper_api::protocol::FailureKind;
 use nagaya_records::feed::FeedQuery;
 use nagaya_records::instance::{InstanceCommand, Tier};
 use serde_json::{Value, json};
+use tokio::io::AsyncWriteExt;
 
+use crate::php::{self, Php};
 use crate::rest::{NEVER, SERVER, app, get, pids, run_of, show, until_idle};
 use crate::wake::until_images;
-use crate::world::{World, refusal, site_name, until_so, wait_dead};
+use crate::world::{ALICE, World, refusal, site_name, until_so, wait_dead};
 use crate::{CellFact, Fact};
 
 pub const ROOT: &[Fact] = &[
@@ -30,6 +32,7 @@ pub const CRIU: &[Fact] = &[
 pub const CELLS: &[CellFact] = &[
     (&["memory"], "an instance that runs out of memory ends alone, and says why", out_of_memory),
     (&["memory"], "a start that runs out of memory says so", out_of_memory_at_start),
+    (&["memory"], "want of memory is said of a worker whose end was asked for, too", out_of_memory_and_ended),
 ];
 
 /// The least that answers, so that hundreds of them start in seconds.
@@ -228,6 +231,31 @@ fn out_of_memory() {
         assert!(row["last_end"].as_str().unwrap().contains("out of memory"), "{row}");
     });
     assert!(world.log().contains("ended by itself: out of memory"), "{}", world.log());
+}
+
+fn out_of_memory_and_ended() {
+    let hungry = "perl -e 'push @a, qq(x) x (1 << 20) while 1'";
+    let world = World::new();
+    let code = format!(r#"<?php passthru("{hungry}"); touch(__DIR__ . '/killed'); sleep(600);"#);
+    let script = world.script("hungry.php", &code);
+    let www = script.parent().unwrap().to_owned();
+    world.own(&www, ALICE);
+    let world = php::with_sites(world).start();
+    world.apply(vec![world.tenant_with("alice", json!({"limits": {"memory": "64M"}}))]);
+    world.run(async |keeper| {
+        let Php { mut stream, guard, .. } = Php::start_for(&keeper, "php").await;
+        let params = [
+            ("SCRIPT_FILENAME", script.to_str().unwrap()),
+            ("REQUEST_METHOD", "GET"),
+            ("REDIRECT_STATUS", "200"),
+        ];
+        stream.write_all(&php::opening(&params)).await.unwrap();
+        until_so(|| www.join("killed").exists()).await;
+        let (exit, _) = guard.end().await.unwrap();
+        assert!(exit.out_of_memory, "{exit:?}");
+    });
+    let log = world.log();
+    assert!(log.contains("out of memory: the kernel killed a php process"), "{log}");
 }
 
 fn out_of_memory_at_start() {

@@ -274,7 +274,7 @@ fn request(params: &[(&str, &str)]) -> Vec<u8> {
 }
 
 /// Without its body.
-fn opening(params: &[(&str, &str)]) -> Vec<u8> {
+pub fn opening(params: &[(&str, &str)]) -> Vec<u8> {
     let mut pairs = Vec::new();
     for (name, value) in params {
         pairs.push(u8::try_from(name.len()).unwrap());
