@@ -2,8 +2,8 @@
 //! guard.
 //!
 //! One `KeeperClient` per edge thread, on its `LocalSet`. A lost connection fails what was under
-//! way with `Gone` and the next call makes a new one. Not here: what the edge does with descriptors
-//! and failures (`edge`).
+//! way with `Gone`. The next call makes a new one, as does a call that could not be sent. Not here:
+//! what the edge does with descriptors and failures (`edge`).
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{HashMap, HashSet};

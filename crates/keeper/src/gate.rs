@@ -15,6 +15,9 @@
 //! An edge that closes its direction while a script runs reports that the client has left. The
 //! script learns it when it writes.
 //!
+//! Short parts of an answer go on together. A worker has its share of CPU time while it serves, and
+//! for a moment after.
+//!
 //! The gate has threads of its own, and reads the disk on others. Not here: starting workers
 //! (`spawn`), which site a worker serves (`process`).
 
@@ -568,7 +571,9 @@ impl GateExchange<'_> {
         let wants_body = has_room && !self.body.is_complete();
         // It has sent all of this request, and sends no more if its client leaves.
         let awaits_end = self.body.is_complete() && incoming.is_empty();
-        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty() && self.is_part_due());
+        // Asked once: either the edge is watched, or the time.
+        let is_due = self.is_part_due();
+        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty() && is_due);
         let is_held = self.stage == RequestStage::Opening && !incoming.is_empty();
         let has_more = !self.to_worker.is_empty() || is_held;
         // A worker may close its connection as soon as its answer is complete. That is no failure.
@@ -585,7 +590,7 @@ impl GateExchange<'_> {
             sleep(self.times.untaken_max).await;
         };
         let part_due = async {
-            match self.part_due.filter(|_| !self.is_part_due()) {
+            match self.part_due.filter(|_| !is_due) {
                 Some(due) => sleep_until(due).await,
                 None => std::future::pending().await,
             }

@@ -172,10 +172,9 @@ impl Leaf {
         }
     }
 
-    /// As `set`, for the next request of a worker that stays.
+    /// As `set`, for the next request of a worker that stays. Its CPU demand is the gate's to set.
     pub fn refit(&self, limits: &LimitSet, roots: Vec<DeviceNumber>) {
         let mut state = self.state.lock();
-        state.claim(CpuDemand::Share);
         let is_same = state.limits == *limits && (state.roots == roots || limits.io.is_empty());
         state.roots = roots;
         if !is_same {
@@ -359,9 +358,8 @@ impl Leaf {
         state.began = state.body.as_ref().and_then(|body| body.read().ok()).unwrap_or_default();
     }
 
-    /// Returns the use since `begin`, which this is for the next request. Both take one reading of
-    /// the counters. `None` if another process than this one is in it, or the counters cannot be
-    /// read.
+    /// As `usage` and then `begin`, with one reading of the counters. `None`, and nothing is
+    /// changed, if another process than this one is in it, or the counters cannot be read.
     pub fn begin_next(&self, pid: Pid) -> Option<RequestUsage> {
         let mut state = self.state.lock();
         let state = &mut *state;

@@ -41,23 +41,35 @@ const RESOLVE_TRIES: usize = 64;
 #[derive(Debug)]
 pub struct ScriptRule {
     scripts: RwLock<(SiteName, Option<Arc<SiteScripts>>)>,
-    cell: Mutex<Option<Arc<Leaf>>>,
+    cell: Mutex<WorkerDemand>,
+}
+
+/// The present cell of a worker, and the CPU demand that it has there.
+#[derive(Debug)]
+struct WorkerDemand {
+    leaf: Option<Arc<Leaf>>,
+    demand: CpuDemand,
 }
 
 impl ScriptRule {
     pub fn new(site: SiteName, scripts: SiteScripts) -> Arc<Self> {
         let scripts = RwLock::new((site, Some(Arc::new(scripts))));
-        Arc::new(Self { scripts, cell: Mutex::default() })
+        let cell = Mutex::new(WorkerDemand { leaf: None, demand: CpuDemand::Share });
+        Arc::new(Self { scripts, cell })
     }
 
-    /// Sets the present cell of the worker.
+    /// Sets the present cell of the worker, which keeps its CPU demand.
     pub fn set_cell(&self, leaf: Arc<Leaf>) {
-        *self.cell.lock() = Some(leaf);
+        let mut cell = self.cell.lock();
+        leaf.claim(cell.demand);
+        cell.leaf = Some(leaf);
     }
 
-    /// Sets the CPU demand of the worker's cell. Without a cell this does nothing.
+    /// Sets the CPU demand of the worker, in its present cell and in later ones.
     pub fn claim(&self, demand: CpuDemand) {
-        if let Some(leaf) = &*self.cell.lock() {
+        let mut cell = self.cell.lock();
+        cell.demand = demand;
+        if let Some(leaf) = &cell.leaf {
             leaf.claim(demand);
         }
     }

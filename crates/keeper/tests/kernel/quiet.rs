@@ -4,7 +4,6 @@
 //! machine does. Not here: threads of one instance (`rest`), shares as such (`limits`).
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 
 use nagaya_keeper_api::client::KeeperClient;
 use nagaya_records::cell::Confinement;
@@ -168,15 +167,14 @@ fn others_keep_theirs() {
     });
 }
 
-/// Waits for a file, and says its pid.
+/// Waits for a file, and leaves a program behind.
 const WAITING: &str = "<?php touch(__DIR__ . '/begun'); while (!file_exists(__DIR__ . '/go')) { usleep(1000); clearstatcache(); } \
-                       unlink(__DIR__ . '/begun'); unlink(__DIR__ . '/go'); echo getmypid();";
+                       unlink(__DIR__ . '/begun'); unlink(__DIR__ . '/go'); exec($_GET['q'] . ' > /dev/null 2>&1 &');";
 
 fn php_keeps_its() {
     let mut world = world();
     let script = world.script("waiting.php", WAITING);
     let www = script.parent().unwrap().to_owned();
-    std::fs::set_permissions(&www, std::fs::Permissions::from_mode(0o755)).unwrap();
     world.own(&www, ALICE);
     world.site("php", "alice", json!({"kind": "php", "root": "www"}));
     let world = world.start();
@@ -189,13 +187,16 @@ fn php_keeps_its() {
         let mut php = Php::start_for(&keeper, "php").await;
         let id = php.guard.id();
         keeper.enter(id, &site_name("php"), &Confinement::default()).await.unwrap();
-        for _ in 0..3 {
+        for left_behind in ["true", "true", "sleep 600"] {
             let serving = async {
                 until_so(|| www.join("begun").exists()).await;
                 assert!(!is_idle(), "while the worker serves");
                 world.script("go", "");
             };
-            tokio::join!(php.ask(&script, ""), serving);
+            let query = format!("q={}", left_behind.replace(' ', "%20"));
+            tokio::join!(php.ask(&script, &query), serving);
+            // Before the end of the request is known, and in the cell that it moves to then.
+            until_so(&is_idle).await;
             keeper.leave(id).await.unwrap();
             until_so(&is_idle).await;
         }
