@@ -9,9 +9,10 @@
 //! 5116): byte 1, nonce, ciphertext. Both keys are derived from one secret (HKDF-SHA256, RFC 5869),
 //! with a label each and the cluster's name.
 //!
-//! The sequence is a revision of etcd that the writer knew. A value of a key is refused after a
-//! later one of the same key was seen. It is also refused if it is more than [`GAP_MAX`] revisions
-//! older than the write that put it there.
+//! The sequence is a revision of etcd that the writer knew. After a later value of the same key was
+//! seen, a value that was put there since is refused. One that was there before is not: the reply to
+//! a read may come after news of a later change. A value is also refused if it is more than
+//! [`GAP_MAX`] revisions older than the write that put it there.
 //!
 //! Not here: which keys are signed (`keys`), from when on unsigned values do not count (`raise`,
 //! the supervisor), signing again (`resign`).
@@ -262,24 +263,39 @@ pub(super) struct ValueSigner {
 #[derive(Default)]
 struct KeySequences {
     hasher: RandomState,
-    latest: HashMap<u64, u64>,
+    latest: HashMap<u64, SeenSequence>,
     prune_at: usize,
 }
 
+/// The sequence of a key's latest value.
+#[derive(Debug, Clone, Copy, Default)]
+struct SeenSequence {
+    sequence: u64,
+    /// A revision of etcd at which that value was there.
+    revision: u64,
+}
+
 impl KeySequences {
-    fn of(&self, key: &[u8]) -> Option<u64> {
+    fn of(&self, key: &[u8]) -> Option<SeenSequence> {
         self.latest.get(&self.hasher.hash_one(key)).copied()
     }
 
-    fn note(&mut self, key: &[u8], sequence: u64) {
+    fn note(&mut self, key: &[u8], sequence: u64, revision: u64) {
         let latest = self.latest.entry(self.hasher.hash_one(key)).or_default();
-        *latest = sequence.max(*latest);
+        if sequence >= latest.sequence {
+            *latest = SeenSequence { sequence, revision: revision.max(latest.revision) };
+        }
+    }
+
+    /// Whether a value was put there after one with a later sequence.
+    fn is_put_back(&self, key: &[u8], sequence: u64, revision: u64) -> bool {
+        self.of(key).is_some_and(|latest| sequence < latest.sequence && revision > latest.revision)
     }
 
     /// Prunes sequences that are not needed because `GAP_MAX` refuses their values anyway.
     fn prune(&mut self, revision: u64) {
         if self.latest.len() >= self.prune_at.max(SEQUENCES_PRUNE_MIN) {
-            self.latest.retain(|_, sequence| sequence.saturating_add(GAP_MAX) >= revision);
+            self.latest.retain(|_, latest| latest.sequence.saturating_add(GAP_MAX) >= revision);
             self.prune_at = 2 * self.latest.len();
         }
     }
@@ -328,7 +344,7 @@ impl ValueSigner {
         let Some(ring) = ring.as_ref().filter(|_| self.keys.is_signed(key)) else { return Ok(body) };
         // It is later than all before it, even if the revisions of etcd were set back.
         let before = self.sequences.lock().of(key);
-        let sequence = before.map_or(known, |before| known.max(before.saturating_add(1)));
+        let sequence = before.map_or(known, |before| known.max(before.sequence.saturating_add(1)));
         let mut value = if self.keys.is_sealed(key) { ring.current.seal(key, body)? } else { body };
         let mac = ring.current.mac(key, sequence, &value);
         let mac = BASE64URL_NOPAD.encode(mac.as_ref());
@@ -364,7 +380,7 @@ impl ValueSigner {
         }
         let sequence = signature.sequence;
         let is_late = sequence.saturating_add(GAP_MAX) < revision;
-        if is_late || self.sequences.lock().of(key).is_some_and(|latest| sequence < latest) {
+        if is_late || self.sequences.lock().is_put_back(key, sequence, revision) {
             return Err(SignatureError::Replayed);
         }
         let is_sealed = body.first() == Some(&SEALED);
@@ -385,14 +401,14 @@ impl ValueSigner {
         }
         let mut sequences = self.sequences.lock();
         sequences.prune(revision);
-        sequences.note(key, sequence);
+        sequences.note(key, sequence, revision);
     }
 
-    /// Notes that the key has no value any more: its last one must not come back.
-    pub fn note_gone(&self, key: &[u8]) {
+    /// Notes that the key has no value any more at this revision: its last one must not come back.
+    pub fn note_gone(&self, key: &[u8], revision: u64) {
         let mut sequences = self.sequences.lock();
         if let Some(latest) = sequences.of(key) {
-            sequences.note(key, latest.saturating_add(1));
+            sequences.note(key, latest.sequence.saturating_add(1), revision);
         }
     }
 
@@ -471,7 +487,10 @@ mod tests {
         signer.note(SITE, &signer.open(SITE, &second, 12).unwrap(), 12);
         assert_eq!(signer.open(SITE, &first, 13), Err(SignatureError::Replayed));
         assert!(signer.open(SITE, &second, 13).is_ok());
-        signer.note_gone(SITE);
+        // A reply that was under way when the second one came.
+        assert!(signer.open(SITE, &first, 11).is_ok());
+        signer.note_gone(SITE, 14);
+        assert!(signer.open(SITE, &second, 12).is_ok());
         assert_eq!(signer.open(SITE, &second, 15), Err(SignatureError::Replayed));
         let third = signer.sign(SITE, b"{\"a\":3}".to_vec(), 3).unwrap();
         assert!(signer.open(SITE, &third, 16).is_ok(), "a writer goes on from what was there");

@@ -512,7 +512,7 @@ impl WatchStream<'_> {
                 }
             };
             if !is_put {
-                inner.signer.note_gone(&kv.key);
+                inner.signer.note_gone(&kv.key, unsigned(kv.mod_revision));
             }
             inner.accepted(&kv.key);
             self.take_value(&mut batch, &kv, value.as_deref())?;
