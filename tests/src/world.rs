@@ -22,6 +22,9 @@ use crate::{machine, wait};
 /// Uids of tenants count up from here; nobody on a common machine has them.
 const UID_BASE: u32 = 210_000;
 
+/// A name in a tenant's home of what is root's.
+pub const OF_ROOT: &str = "of-root";
+
 /// Bytes of each log shown when a test fails.
 const LOG_SHOWN: usize = 6_000;
 
@@ -378,7 +381,8 @@ impl World {
         machine::write(&self.path(&format!("rules/{name}.rb")), text);
     }
 
-    /// Makes everything in a tenant's home its own.
+    /// Makes everything in a tenant's home its own, but for what is named `OF_ROOT`. Tests that share a node call this
+    /// beside each other.
     #[track_caller]
     pub fn give(&self, tenant: &str) {
         if machine::is_root() {
@@ -389,7 +393,9 @@ impl World {
             // No others: to change an owner is to change a file, which ends images of what has read it.
             let others = ["(", "!", "-uid", &uid.to_string(), "-o", "!", "-gid", &uid.to_string(), ")"];
             let chown = ["-exec", "chown", "-h", &owner, "{}", "+"];
-            machine::run("find", &[&[&*home.to_string_lossy()][..], &others, &chown].concat());
+            let all_but = ["-name", OF_ROOT, "-prune", "-o"];
+            let home = home.to_string_lossy();
+            machine::run("find", &[&[&*home][..], &all_but, &others, &chown].concat());
         }
     }
 
