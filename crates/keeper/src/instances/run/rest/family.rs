@@ -60,12 +60,15 @@ struct ThreadWork {
     sleeps: u64,
     /// Clock ticks for which it ran on a CPU.
     ticks: u64,
+    /// It sleeps now, and waits for no CPU and no disk.
+    is_asleep: bool,
 }
 
 impl ThreadWork {
-    /// Whether it has run since then for as long as it wants, or for long enough.
+    /// Whether it has run since then for as long as it wants, or for long enough. One that has slept
+    /// and waits for a CPU may have slept on its way out of the freeze, before it did anything.
     fn has_run_since(self, before: Self) -> bool {
-        self.sleeps > before.sleeps || self.ticks >= before.ticks + TICKS_MIN
+        self.is_asleep && self.sleeps > before.sleeps || self.ticks >= before.ticks + TICKS_MIN
     }
 }
 
@@ -237,12 +240,17 @@ fn threads(pid: i32) -> io::Result<Vec<SleepingThread>> {
 /// `t`) or has ended.
 fn done(pid: i32, tid: i32) -> io::Result<Option<ThreadWork>> {
     let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"))?;
-    if field(&status, "State:").is_some_and(|state| state.starts_with(['T', 't', 'Z', 'X'])) {
+    let state = field(&status, "State:").unwrap_or_default();
+    if state.starts_with(['T', 't', 'Z', 'X']) {
         return Ok(None);
     }
     let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat"))?;
     let sleeps = field(&status, "voluntary_ctxt_switches:").and_then(|text| text.parse().ok());
-    let both = sleeps.zip(ticks(&stat)).map(|(sleeps, ticks)| ThreadWork { sleeps, ticks });
+    let both = sleeps.zip(ticks(&stat)).map(|(sleeps, ticks)| ThreadWork {
+        sleeps,
+        ticks,
+        is_asleep: state.starts_with('S'),
+    });
     both.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
@@ -274,10 +282,12 @@ mod tests {
 
     #[test]
     fn process_that_sleeps_again_or_computes_has_run() {
-        let before = ThreadWork { sleeps: 3, ticks: 7 };
-        let has_run = |sleeps, ticks| ThreadWork { sleeps, ticks }.has_run_since(before);
-        assert!(!has_run(3, 7) && !has_run(3, 8));
-        assert!(has_run(4, 7) && has_run(3, 9));
+        let before = ThreadWork { sleeps: 3, ticks: 7, is_asleep: true };
+        let has_run =
+            |sleeps, ticks, is_asleep| ThreadWork { sleeps, ticks, is_asleep }.has_run_since(before);
+        assert!(!has_run(3, 7, true) && !has_run(3, 8, false));
+        assert!(has_run(4, 7, true) && has_run(3, 9, false));
+        assert!(!has_run(4, 7, false), "it waits for a CPU");
     }
 
     #[test]
