@@ -19,14 +19,12 @@ use nagaya_records::instance::WakeReport;
 use nagaya_records::{NodeName, SiteName, TenantName};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use crate::awake_set::AwakeSetReader;
-use crate::codec::{self, CodecError};
+use crate::codec::{self, CodecError, MessageSocket};
 use crate::database_waits::DatabaseWaitsReader;
 use crate::limits::{
     ACCEPT_MAX, BOOSTS_PER_CONNECTION_MAX, INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX,
@@ -37,7 +35,6 @@ use crate::protocol::{
     ProcessId, RequestCellId, Verb, VerbCall, VerbReply,
 };
 use crate::root_changes::{RootChangesReader, RootStamp};
-use crate::sys;
 
 /// Maximum wait for a reply that starts nothing.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -308,7 +305,7 @@ pub struct KeeperClient {
 
 struct KeeperConnection {
     number: u64,
-    socket: AsyncFd<OwnedFd>,
+    socket: MessageSocket,
     /// Reads which instances are awake. It came with the reply to `Hello`.
     roll: OnceCell<AwakeSetReader>,
     /// Reads how often the paths to document roots have changed. It came with the reply to `Hello`.
@@ -756,7 +753,7 @@ impl KeeperConnection {
             number,
             roll: OnceCell::new(),
             changes: OnceCell::new(),
-            socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
+            socket: MessageSocket::new(socket)?,
             open: Cell::new(true),
             next_tag: Cell::new(1),
             waiting: RefCell::default(),
@@ -796,7 +793,7 @@ impl KeeperConnection {
         };
         self.waiting.borrow_mut().insert(tag, answer);
         let _asking = is_patient.then(|| PendingCall { connection: self, tag, forget });
-        if codec::send_message(&self.socket, &bytes, &[]).await.is_err() {
+        if self.socket.send(&bytes, &[]).await.is_err() {
             self.close();
             return Err(AskFailure::Unsent(call.verb));
         }
@@ -817,7 +814,7 @@ impl KeeperConnection {
     async fn read(self: Rc<Self>) {
         let mut buffer = Vec::new();
         loop {
-            match codec::receive_next::<KeeperMessage>(&self.socket, &mut buffer).await {
+            match self.socket.receive::<KeeperMessage>(&mut buffer).await {
                 Ok((KeeperMessage::Reply { tag, reply }, fds)) => self.deliver(tag, reply, fds),
                 Ok((KeeperMessage::Ended { process, exit, usage }, _)) => {
                     if let Some(ended) = self.processes.borrow_mut().remove(&process) {
@@ -900,7 +897,7 @@ impl KeeperConnection {
                 DeferredVerb::Forget(tag) => Verb::Forget { tag },
             };
             let message = codec::encode(&VerbCall { tag: 0, verb }).expect("an id is a few bytes");
-            if codec::send_message(&self.socket, &message, &[]).await.is_err() {
+            if self.socket.send(&message, &[]).await.is_err() {
                 return self.close();
             }
         }

@@ -4,9 +4,11 @@
 //! the message. Each of these is an error, and descriptors that came with it are closed. Not here:
 //! the meaning of messages (`protocol`), waiting for the socket (`server`, `client`).
 
-use std::io::{IoSlice, IoSliceMut};
+use std::cell::RefCell;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::{Rc, Weak};
 
 use nagaya_base::limits::{KEEPER_FDS_MAX, KEEPER_MESSAGE_MAX};
 use rustix::io::Errno;
@@ -16,7 +18,10 @@ use rustix::net::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+
+use crate::sys;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CodecError {
@@ -113,33 +118,67 @@ fn of_errno(errno: Errno) -> CodecError {
     }
 }
 
-/// Receives the next message, without a time limit.
-pub async fn receive_next<T: DeserializeOwned>(
-    socket: &AsyncFd<OwnedFd>,
-    buffer: &mut Vec<u8>,
-) -> Result<(T, Vec<OwnedFd>), CodecError> {
-    loop {
-        let mut ready = socket.readable().await.map_err(|_| CodecError::Closed)?;
-        match receive(socket, buffer) {
-            Err(CodecError::NotReady) => ready.clear_ready(),
-            received => return received,
+/// A socket for messages, on the runtime of one thread. It is watched for writing only while a
+/// message waits for room (`quiet_stream` has the reason). It has one reader.
+#[derive(Debug)]
+pub struct MessageSocket {
+    socket: AsyncFd<OwnedFd>,
+    /// A copy of the descriptor, while messages wait for room.
+    room: RefCell<Weak<AsyncFd<OwnedFd>>>,
+}
+
+impl MessageSocket {
+    /// `socket` is non-blocking.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        Ok(Self { socket: sys::watch(socket, Interest::READABLE)?, room: RefCell::default() })
+    }
+
+    /// Receives the next message, without a time limit.
+    pub async fn receive<T: DeserializeOwned>(
+        &self,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(T, Vec<OwnedFd>), CodecError> {
+        loop {
+            let mut ready = self.socket.readable().await.map_err(|_| CodecError::Closed)?;
+            match receive(&self.socket, buffer) {
+                Err(CodecError::NotReady) => ready.clear_ready(),
+                received => return received,
+            }
         }
+    }
+
+    /// Sends one message, without a time limit.
+    pub async fn send(&self, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), CodecError> {
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        match send(&self.socket, bytes, &fds) {
+            Err(CodecError::NotReady) => {}
+            sent => return sent,
+        }
+        let room = self.watch_room().map_err(|_| CodecError::Closed)?;
+        loop {
+            let mut ready = room.writable().await.map_err(|_| CodecError::Closed)?;
+            match send(&self.socket, bytes, &fds) {
+                Err(CodecError::NotReady) => ready.clear_ready(),
+                sent => return sent,
+            }
+        }
+    }
+
+    /// Watches for room while the returned value lives. All waiting messages share one watch.
+    fn watch_room(&self) -> io::Result<Rc<AsyncFd<OwnedFd>>> {
+        if let Some(room) = self.room.borrow().upgrade() {
+            return Ok(room);
+        }
+        let copy = self.socket.get_ref().try_clone()?;
+        let room = Rc::new(sys::watch(copy, Interest::WRITABLE)?);
+        self.room.replace(Rc::downgrade(&room));
+        Ok(room)
     }
 }
 
-/// Sends one message, without a time limit.
-pub async fn send_message(
-    socket: &AsyncFd<OwnedFd>,
-    bytes: &[u8],
-    fds: &[OwnedFd],
-) -> Result<(), CodecError> {
-    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-    loop {
-        let mut ready = socket.writable().await.map_err(|_| CodecError::Closed)?;
-        match send(socket, bytes, &fds) {
-            Err(CodecError::NotReady) => ready.clear_ready(),
-            sent => return sent,
-        }
+impl AsFd for MessageSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

@@ -14,6 +14,9 @@
 //! then content and padding.
 
 use bytes::{Buf, Bytes, BytesMut};
+use nagaya_records::cell::RequestUsage;
+
+use crate::codec;
 
 pub const VERSION: u8 = 1;
 pub const BEGIN_REQUEST: u8 = 1;
@@ -126,6 +129,51 @@ pub const OVERLOADED: u8 = 2;
 pub const NOT_BEGUN: [u8; HEADER_LEN + END_REQUEST_LEN] =
     [VERSION, END_REQUEST, REQUEST_ID[0], REQUEST_ID[1], 0, 8, 0, 0, 0, 0, 0, 0, OVERLOADED, 0, 0, 0];
 
+/// Type of the record that follows the end record of a PHP worker's response, from the gate before
+/// it. The protocol names types up to 11 (FastCGI 1.0, section 8).
+const USAGE: u8 = 128;
+
+/// The use of a request, as the gate before its worker reports it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UsageReport {
+    Known(RequestUsage),
+    /// The keeper has to be asked for it (`Verb::Leave`).
+    Ask,
+}
+
+impl UsageReport {
+    /// Builds its record.
+    pub fn record(self) -> Vec<u8> {
+        let content = match self {
+            Self::Known(usage) => postcard::to_stdvec(&usage).expect("numbers are encoded in memory"),
+            Self::Ask => Vec::new(),
+        };
+        let len = u16::try_from(content.len()).expect("a number has at most ten bytes");
+        [&header(USAGE, len)[..], &content].concat()
+    }
+
+    /// Takes its record out of `buffer`. `None` if more has to arrive first.
+    pub fn take(buffer: &mut BytesMut) -> Result<Option<Self>, ProtocolError> {
+        let Some(header) = buffer.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+        let [_, kind, _, _, high, low, ..] = *header;
+        let end = HEADER_LEN + usize::from(u16::from_be_bytes([high, low]));
+        if kind != USAGE {
+            return Err(ProtocolError::Kind(kind));
+        }
+        if buffer.len() < end {
+            return Ok(None);
+        }
+        let record = buffer.split_to(end);
+        match &record[HEADER_LEN..] {
+            [] => Ok(Some(Self::Ask)),
+            content => {
+                let usage = codec::decode(content).map_err(|_| ProtocolError::Usage)?;
+                Ok(Some(Self::Known(usage)))
+            }
+        }
+    }
+}
+
 /// Builds a complete response with this output, which is shorter than a record.
 pub fn whole_answer(output: &[u8]) -> Vec<u8> {
     let len = u16::try_from(output.len()).expect("shorter than a record");
@@ -180,6 +228,8 @@ pub enum ProtocolError {
     RequestId(u16),
     #[error("a FastCGI end record of {0} bytes")]
     EndLength(u16),
+    #[error("a record of a request's use that does not decode")]
+    Usage,
     #[error("the worker did not take the request (protocol status {0})")]
     Rejected(u8),
 }

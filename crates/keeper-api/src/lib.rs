@@ -13,6 +13,7 @@ pub mod database_waits;
 pub mod fastcgi;
 pub mod limits;
 pub mod protocol;
+pub mod quiet_stream;
 pub mod root_changes;
 mod sys;
 pub mod variables;

@@ -1,22 +1,23 @@
 //! System calls that both ends need and that are unsafe to make: a mapping that another process
-//! writes, and a descriptor that the runtime watches.
+//! writes, a descriptor that the runtime watches, and bytes received into fresh memory.
 //!
 //! Not here: starting processes and asking for rights (`keeper::sys`).
 
 #![allow(
     unsafe_code,
-    reason = "a mapping that another process writes, and a descriptor that the runtime watches"
+    reason = "a mapping that another process writes, a descriptor that the runtime watches, and bytes received into fresh memory"
 )]
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::libc;
 use rustix::fs::SealFlags;
-use tokio::io::Interest;
+use rustix::net::RecvFlags;
 use tokio::io::unix::AsyncFd;
+use tokio::io::{Interest, ReadBuf};
 
 /// Descriptors that stay open and the same while the value lives.
 pub trait StableFd: AsRawFd {}
@@ -67,6 +68,18 @@ impl Drop for MappedCounts {
         // SAFETY: exactly what was mapped, and nobody reads it any more.
         unsafe { libc::munmap(self.first.as_ptr().cast(), self.len * size_of::<AtomicU32>()) };
     }
+}
+
+/// Receives available bytes into the rest of a buffer, and returns their number.
+pub fn receive_into(socket: impl AsFd, into: &mut ReadBuf<'_>) -> io::Result<usize> {
+    // SAFETY: the kernel only writes to it, so no byte becomes uninitialised.
+    let rest = unsafe { into.unfilled_mut() };
+    let ((received, _), _) = rustix::net::recv(socket, rest, RecvFlags::DONTWAIT)?;
+    let len = received.len();
+    // SAFETY: the kernel has written these bytes, the first of the rest.
+    unsafe { into.assume_init(len) };
+    into.advance(len);
+    Ok(len)
 }
 
 /// Registers a descriptor with the runtime of this thread.

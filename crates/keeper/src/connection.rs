@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_keeper_api::codec::{self, CodecError};
+use nagaya_keeper_api::codec::{self, CodecError, MessageSocket};
 use nagaya_keeper_api::limits::{
     BOOSTS_PER_CONNECTION_MAX, INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX,
     SEATS_PER_CONNECTION_MAX,
@@ -22,7 +22,6 @@ use nagaya_keeper_api::protocol::{
 use nagaya_records::SiteName;
 use nagaya_records::cell::{Boost, Confinement};
 use rustix::net::SocketFlags;
-use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{Notify, mpsc};
@@ -95,7 +94,7 @@ fn admit(verbs: &Rc<Verbs>, socket: OwnedFd) {
         tracing::warn!("{CONNECTIONS_MAX} connections are open already; another one is refused");
         return;
     }
-    match nagaya_keeper_api::watch(socket, Interest::READABLE | Interest::WRITABLE) {
+    match MessageSocket::new(socket) {
         Ok(socket) => {
             verbs.context.metrics.connections.add(1);
             let peer = UnixIdentity { uid, gid: peer.gid.as_raw() };
@@ -157,7 +156,7 @@ async fn tell_drained(connection: Rc<EdgeConnection>) {
     }
 }
 
-async fn converse(verbs: Rc<Verbs>, socket: AsyncFd<OwnedFd>, peer: UnixIdentity) {
+async fn converse(verbs: Rc<Verbs>, socket: MessageSocket, peer: UnixIdentity) {
     let socket = Rc::new(socket);
     let (answers, outgoing) = mpsc::channel(ANSWERS_MAX);
     let connection = Rc::new(EdgeConnection {
@@ -193,10 +192,10 @@ async fn converse(verbs: Rc<Verbs>, socket: AsyncFd<OwnedFd>, peer: UnixIdentity
     verbs.context.metrics.connections.add(-1);
 }
 
-async fn read_asks(connection: &Rc<EdgeConnection>, socket: &AsyncFd<OwnedFd>) -> CodecError {
+async fn read_asks(connection: &Rc<EdgeConnection>, socket: &MessageSocket) -> CodecError {
     let mut buffer = Vec::new();
     loop {
-        match codec::receive_next::<VerbCall>(socket, &mut buffer).await {
+        match socket.receive::<VerbCall>(&mut buffer).await {
             // No verb takes descriptors, so any that came along are closed here.
             Ok((ask, fds)) => {
                 drop(fds);
@@ -207,9 +206,9 @@ async fn read_asks(connection: &Rc<EdgeConnection>, socket: &AsyncFd<OwnedFd>) -
     }
 }
 
-async fn write_answers(socket: Rc<AsyncFd<OwnedFd>>, mut outgoing: mpsc::Receiver<(Vec<u8>, Vec<OwnedFd>)>) {
+async fn write_answers(socket: Rc<MessageSocket>, mut outgoing: mpsc::Receiver<(Vec<u8>, Vec<OwnedFd>)>) {
     while let Some((bytes, fds)) = outgoing.recv().await {
-        if codec::send_message(&socket, &bytes, &fds).await.is_err() {
+        if socket.send(&bytes, &fds).await.is_err() {
             // The reader learns the same from the socket, and closes.
             return;
         }

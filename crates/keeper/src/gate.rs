@@ -15,6 +15,9 @@
 //! An edge that closes its direction while a script runs reports that the client has left. The
 //! script learns it when it writes.
 //!
+//! The gate reports the use of each request behind its answer, on the same connection. A worker
+//! must not be able to do that. So nothing that a worker sends behind its end record goes on.
+//!
 //! Short parts of an answer go on together. A worker has its share of CPU time while it serves, and
 //! for a moment after.
 //!
@@ -26,18 +29,17 @@ mod scripts;
 
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
-use nagaya_keeper_api::fastcgi::{self, NOT_BEGUN};
+use nagaya_keeper_api::fastcgi::{self, NOT_BEGUN, UsageReport};
+use nagaya_keeper_api::quiet_stream::{QuietStream, StreamReadiness};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::io::Interest;
-use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_blocking, spawn_local};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -101,9 +103,9 @@ struct PassageTimes {
 
 /// One worker and the edge's connection with it.
 pub struct GatedWorker {
-    /// The gate's end of the edge's connection. Non-blocking.
+    /// The gate's end of the edge's connection.
     pub edge: OwnedFd,
-    /// The first connection with the worker. Non-blocking.
+    /// The first connection with the worker.
     pub worker: OwnedFd,
     /// The socket the worker listens on, opened as a path: it has no name any more.
     pub door: OwnedFd,
@@ -178,12 +180,12 @@ enum CloseReason {
 
 async fn keep_open(passage: GatedWorker, times: PassageTimes) {
     let GatedWorker { edge, worker, door, rule, whose } = passage;
-    let opened = UnixStream::from_std(edge.into()).and_then(|edge| Ok((edge, stream(worker)?)));
+    let opened = QuietStream::new(edge).and_then(|edge| Ok((edge, QuietStream::new(worker)?)));
     let closed = match opened {
         Ok((edge, worker)) => {
-            let passage = OpenPassage { edge: &edge, door: &door, rule: &rule, times };
+            let mut passage = OpenPassage { edge, door: &door, rule: &rule, times };
             let closed = passage.pass_requests(worker).await;
-            tell_not_begun(&edge, &closed);
+            tell_not_begun(&passage.edge, &closed);
             closed
         }
         Err(error) => error.into(),
@@ -208,7 +210,7 @@ async fn keep_open(passage: GatedWorker, times: PassageTimes) {
 
 /// Notifies the edge if another worker may have the request. This is also sent between requests,
 /// because the next one may be on its way. An edge that does not read its replies gets no notice.
-fn tell_not_begun(edge: &UnixStream, closed: &CloseReason) {
+fn tell_not_begun(edge: &QuietStream, closed: &CloseReason) {
     match closed {
         // The record may have changed, and the edge may have learned it first.
         CloseReason::Refused(_) | CloseReason::Untaken(_) => {
@@ -218,26 +220,22 @@ fn tell_not_begun(edge: &UnixStream, closed: &CloseReason) {
     }
 }
 
-fn stream(fd: OwnedFd) -> io::Result<UnixStream> {
-    UnixStream::from_std(fd.into())
-}
-
 /// The way between the edge and one worker.
 struct OpenPassage<'a> {
-    edge: &'a UnixStream,
+    edge: QuietStream,
     door: &'a OwnedFd,
     rule: &'a ScriptRule,
     times: PassageTimes,
 }
 
 impl OpenPassage<'_> {
-    async fn pass_requests(&self, mut worker: UnixStream) -> CloseReason {
+    async fn pass_requests(&mut self, mut worker: QuietStream) -> CloseReason {
         let mut incoming = BytesMut::new();
         let mut seen = SeenScripts::default();
         loop {
             match self.pass_request(&worker, &mut seen, &mut incoming).await {
                 Ok(WorkerReuse::Kept) => {}
-                Ok(WorkerReuse::Anew) => match connect(self.door).and_then(stream) {
+                Ok(WorkerReuse::Anew) => match connect(self.door).and_then(QuietStream::new) {
                     Ok(fresh) => worker = fresh,
                     Err(error) => return CloseReason::Untaken(error),
                 },
@@ -247,16 +245,18 @@ impl OpenPassage<'_> {
                 }
                 Err(closed) => return closed,
             }
+            self.edge.forget_writes();
+            worker.forget_writes();
         }
     }
 
     async fn pass_request(
         &self,
-        worker: &UnixStream,
+        worker: &QuietStream,
         seen: &mut SeenScripts,
         incoming: &mut BytesMut,
     ) -> Result<WorkerReuse, CloseReason> {
-        let Self { edge, rule, times, .. } = *self;
+        let &Self { ref edge, rule, times, .. } = self;
         let mut opening = tokio::select! {
             biased;
             opening = read_opening(edge, worker, incoming) => opening?,
@@ -264,7 +264,7 @@ impl OpenPassage<'_> {
         };
         let body = opening.body_len()?;
         if !check(rule, seen, &opening).await? {
-            answer_absent(edge, BodyRecords::new(body), incoming).await?;
+            answer_absent(edge, rule, BodyRecords::new(body), incoming).await?;
             return Ok(WorkerReuse::Kept);
         }
         rule.claim(CpuDemand::Share);
@@ -275,6 +275,7 @@ impl OpenPassage<'_> {
         let exchange = GateExchange {
             edge,
             worker,
+            rule,
             to_worker: opening.bytes,
             to_edge: BytesMut::new(),
             body: BodyRecords::new(body),
@@ -302,10 +303,9 @@ impl OpenPassage<'_> {
 /// (`ignore_user_abort`). Returns once PHP has finished the request: it takes the next connection
 /// then, and answers a query for its limits. The edge limits the wait: it ends the worker, which
 /// ends this.
-async fn outlast(worker: &UnixStream, door: &OwnedFd) -> io::Result<()> {
+async fn outlast(worker: &QuietStream, door: &OwnedFd) -> io::Result<()> {
     rustix::net::shutdown(worker, Shutdown::Both)?;
-    let next = connect(door).and_then(stream)?;
-    next.writable().await?;
+    let next = connect(door).and_then(QuietStream::new)?;
     next.try_write(&ASK_VALUES)?;
     loop {
         next.readable().await?;
@@ -324,8 +324,8 @@ enum WorkerReuse {
 
 /// Waits for the next request. A worker that has ended is noticed first.
 async fn read_opening(
-    edge: &UnixStream,
-    worker: &UnixStream,
+    edge: &QuietStream,
+    worker: &QuietStream,
     incoming: &mut BytesMut,
 ) -> Result<CheckedOpening, CloseReason> {
     loop {
@@ -334,7 +334,7 @@ async fn read_opening(
         }
         tokio::select! {
             biased;
-            ready = worker.ready(Interest::READABLE) => {
+            ready = worker.readable() => {
                 ready?;
                 // It has nothing to send now, so it has ended.
                 match worker.try_read(&mut [0]) {
@@ -343,7 +343,7 @@ async fn read_opening(
                     Ok(_) => return Err(CloseReason::Untaken(io::ErrorKind::ConnectionAborted.into())),
                 }
             }
-            ready = edge.ready(Interest::READABLE) => {
+            ready = edge.readable() => {
                 ready?;
                 read_some(edge, incoming)?;
             }
@@ -351,28 +351,17 @@ async fn read_opening(
     }
 }
 
-/// Reads available bytes, at most `READ_LEN`. After a shorter read the next one waits for more,
-/// without a useless call to the kernel. Tokio's own reads do the same: one wake-up is one read.
-fn read_available(stream: &UnixStream, into: &mut BytesMut) -> io::Result<usize> {
+/// Reads available bytes, at most `READ_LEN`.
+fn read_available(stream: &QuietStream, into: &mut BytesMut) -> io::Result<usize> {
     SCRATCH.with_borrow_mut(|scratch| {
-        let mut short = None;
-        let full = stream.try_io(Interest::READABLE, || {
-            let read = rustix::io::read(stream, &mut scratch[..])?;
-            if read == 0 || read == scratch.len() {
-                return Ok(read);
-            }
-            short = Some(read);
-            // So that tokio takes the socket for empty.
-            Err(io::ErrorKind::WouldBlock.into())
-        });
-        let read = short.map_or(full, Ok)?;
+        let read = stream.try_read(scratch)?;
         into.extend_from_slice(&scratch[..read]);
         Ok(read)
     })
 }
 
 /// Reads available bytes, if there are any.
-fn read_some(stream: &UnixStream, into: &mut BytesMut) -> Result<(), CloseReason> {
+fn read_some(stream: &QuietStream, into: &mut BytesMut) -> Result<(), CloseReason> {
     match read_available(stream, into) {
         Ok(0) => Err(CloseReason::Gone),
         Ok(_) => Ok(()),
@@ -418,28 +407,34 @@ async fn check(
 
 /// Answers a request for a missing script. The worker does not notice it, and serves the next one.
 async fn answer_absent(
-    edge: &UnixStream,
+    edge: &QuietStream,
+    rule: &ScriptRule,
     mut body: BodyRecords,
     incoming: &mut BytesMut,
 ) -> Result<(), CloseReason> {
     // First the body: for the edge an earlier response means that the worker is not clean.
     discard_body(edge, &mut body, incoming).await?;
-    let answer = fastcgi::whole_answer(NO_FILE);
+    let mut answer = fastcgi::whole_answer(NO_FILE);
+    answer.extend(usage_record(rule));
     let mut left = &answer[..];
     while !left.is_empty() {
-        edge.writable().await?;
         match edge.try_write(left) {
             Ok(len) => left = &left[len..],
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => edge.writable().await?,
             Err(error) => return Err(error.into()),
         }
     }
     Ok(())
 }
 
+/// The record that reports the use of the request whose response has just ended.
+fn usage_record(rule: &ScriptRule) -> Vec<u8> {
+    rule.settle().map_or(UsageReport::Ask, UsageReport::Known).record()
+}
+
 /// Reads the rest of a body, and discards it.
 async fn discard_body(
-    edge: &UnixStream,
+    edge: &QuietStream,
     body: &mut BodyRecords,
     incoming: &mut BytesMut,
 ) -> Result<(), CloseReason> {
@@ -450,7 +445,7 @@ async fn discard_body(
         if body.is_complete() {
             return Ok(());
         }
-        edge.ready(Interest::READABLE).await?;
+        edge.readable().await?;
         read_some(edge, incoming)?;
     }
 }
@@ -466,8 +461,9 @@ enum RequestStage {
 
 /// One request between the edge and a worker.
 struct GateExchange<'a> {
-    edge: &'a UnixStream,
-    worker: &'a UnixStream,
+    edge: &'a QuietStream,
+    worker: &'a QuietStream,
+    rule: &'a ScriptRule,
     to_worker: BytesMut,
     to_edge: BytesMut,
     body: BodyRecords,
@@ -490,11 +486,11 @@ impl GateExchange<'_> {
             self.send_to_worker(incoming)?;
             self.send_to_edge()?;
             if self.to_edge.is_empty() {
-                if self.answer.has_ended() {
-                    return self.drain(incoming).await;
-                }
                 if let Some(reason) = self.worker_end.take() {
                     return Err(reason);
+                }
+                if self.answer.has_ended() {
+                    return self.drain(incoming).await;
                 }
             }
             self.wait(incoming).await?;
@@ -528,9 +524,11 @@ impl GateExchange<'_> {
         if self.stage == RequestStage::Begun || self.body.is_complete() {
             return Ok(true);
         }
-        let look =
-            || if sys::is_all_read(self.worker)? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
-        match self.worker.try_io(Interest::WRITABLE, look) {
+        let look = |worker: BorrowedFd<'_>| match sys::is_all_read(&worker)? {
+            true => Ok(()),
+            false => Err(io::ErrorKind::WouldBlock.into()),
+        };
+        match self.worker.try_with_room(look) {
             // A worker that closes leaves nothing in its queue either. The kernel sets the error
             // before it empties that.
             Ok(()) => match self.worker.take_error()? {
@@ -573,16 +571,14 @@ impl GateExchange<'_> {
         let awaits_end = self.body.is_complete() && incoming.is_empty();
         // Asked once: either the edge is watched, or the time.
         let is_due = self.is_part_due();
-        let of_edge = interest(wants_body || awaits_end, !self.to_edge.is_empty() && is_due);
+        let of_edge =
+            StreamReadiness { reads: wants_body || awaits_end, writes: !self.to_edge.is_empty() && is_due };
         let is_held = self.stage == RequestStage::Opening && !incoming.is_empty();
         let has_more = !self.to_worker.is_empty() || is_held;
         // A worker may close its connection as soon as its answer is complete. That is no failure.
         let has_answer_left = !self.answer.has_ended() && self.worker_end.is_none();
-        let of_worker = interest(has_answer_left && self.to_edge.len() < BUFFER_LEN, has_more);
-        let ready_of = async |stream: &UnixStream, interest: Option<Interest>| match interest {
-            Some(interest) => stream.ready(interest).await,
-            None => std::future::pending().await,
-        };
+        let of_worker =
+            StreamReadiness { reads: has_answer_left && self.to_edge.len() < BUFFER_LEN, writes: has_more };
         let untaken = async {
             if has_answer_left {
                 std::future::pending::<()>().await;
@@ -599,13 +595,13 @@ impl GateExchange<'_> {
             biased;
             () = untaken => return Err(CloseReason::Gone),
             () = part_due => {}
-            ready = ready_of(self.worker, of_worker) => {
-                if ready?.is_readable() && has_answer_left {
+            ready = self.worker.ready(of_worker) => {
+                if ready?.reads {
                     self.worker_end = self.read_answer().err();
                 }
             }
-            ready = ready_of(self.edge, of_edge) => {
-                if ready?.is_readable() && (wants_body || awaits_end) {
+            ready = self.edge.ready(of_edge) => {
+                if ready?.reads {
                     match read_some(self.edge, incoming) {
                         Err(CloseReason::Gone) if awaits_end && self.to_worker.is_empty() => {
                             return Err(CloseReason::HungUp);
@@ -628,7 +624,15 @@ impl GateExchange<'_> {
             Ok(0) => Err(CloseReason::Gone),
             Ok(_) => {
                 self.stage = RequestStage::Begun;
-                self.answer.look(&self.to_edge[before..]);
+                let behind = self.answer.look(&self.to_edge[before..]);
+                if behind > 0 {
+                    // A script has written to the connection itself. The edge ends the worker.
+                    self.to_edge.truncate(self.to_edge.len() - behind);
+                    return Err(CloseReason::Gone);
+                }
+                if self.answer.has_ended() {
+                    self.to_edge.extend_from_slice(&usage_record(self.rule));
+                }
                 self.part_due.get_or_insert_with(|| Instant::now() + self.times.part_wait);
                 Ok(())
             }
@@ -650,16 +654,6 @@ impl GateExchange<'_> {
             return Err(CloseReason::Gone);
         }
         discard_body(self.edge, &mut self.body, incoming).await
-    }
-}
-
-/// Returns `None` for neither.
-fn interest(reads: bool, writes: bool) -> Option<Interest> {
-    match (reads, writes) {
-        (true, true) => Some(Interest::READABLE | Interest::WRITABLE),
-        (true, false) => Some(Interest::READABLE),
-        (false, true) => Some(Interest::WRITABLE),
-        (false, false) => None,
     }
 }
 

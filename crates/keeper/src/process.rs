@@ -118,6 +118,14 @@ impl ProcessTree {
         }
     }
 
+    /// Lets the gate report the use of requests like this one. A request that is demoted step by
+    /// step has a watcher, which ends when the edge says that the request has left.
+    fn let_gate_report(&self, request: &CellRequest) {
+        if let Some(rule) = &self.scripts {
+            rule.let_report(request.confinement().demotions.is_empty());
+        }
+    }
+
     /// Returns its use for its present request so far.
     pub fn usage(&self) -> RequestUsage {
         self.stay.usage()
@@ -300,8 +308,8 @@ impl Processes {
             scripts: order.scripts,
             _enclosure: started.enclosure,
         });
-        if let Some(rule) = &process.scripts {
-            rule.set_cell(process.stay.leaf());
+        if let (Some(rule), Some(pid)) = (&process.scripts, process.pid) {
+            rule.set_cell(process.stay.leaf(), pid);
         }
         self.running.borrow_mut().insert(id, Rc::clone(&process));
         if self.closing.get() {

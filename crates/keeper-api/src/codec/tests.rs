@@ -245,3 +245,31 @@ proptest! {
         }
     }
 }
+
+#[tokio::test]
+async fn messages_without_room_wait_for_the_reader_and_share_one_watch() {
+    let (ours, theirs) = pair();
+    rustix::io::ioctl_fionbio(&ours, true).unwrap();
+    let ours = MessageSocket::new(ours).unwrap();
+    let bytes = encode(&"x".repeat(4096)).unwrap();
+    let mut filled = 0;
+    while send(&ours, &bytes, &[]).is_ok() {
+        filled += 1;
+    }
+    assert!(filled > 0 && ours.room.borrow().upgrade().is_none());
+    let (first, second) = (ours.send(&bytes, &[]), ours.send(&bytes, &[]));
+    let reader = tokio::task::spawn_blocking(move || {
+        let mut buffer = Vec::new();
+        for _ in 0..filled + 2 {
+            // The queue may be empty for a moment.
+            while let Err(error) = receive::<String>(&theirs, &mut buffer) {
+                assert!(matches!(error, CodecError::NotReady), "{error}");
+                std::thread::yield_now();
+            }
+        }
+    });
+    let (first, second) = tokio::join!(first, second);
+    assert!(first.is_ok() && second.is_ok());
+    reader.await.unwrap();
+    assert!(ours.room.borrow().upgrade().is_none(), "nothing waits any more");
+}

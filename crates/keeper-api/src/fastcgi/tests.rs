@@ -1,5 +1,6 @@
 //! Facts about FastCGI records.
 
+use nagaya_records::cell::RequestUsage;
 use proptest::prelude::*;
 
 use super::*;
@@ -184,4 +185,24 @@ proptest! {
         let whole = hear(&bytes, bytes.len().max(1));
         prop_assert_eq!(hear(&bytes, step).is_ok(), whole.is_ok());
     }
+}
+
+#[test]
+fn a_report_of_use_is_taken_whole_and_nothing_behind_it() {
+    let usage = RequestUsage { cpu_us: 4711, read_bytes: u64::MAX, ..RequestUsage::default() };
+    for report in [UsageReport::Known(usage), UsageReport::Ask] {
+        let mut buffer = BytesMut::new();
+        for byte in report.record() {
+            assert_eq!(UsageReport::take(&mut buffer), Ok(None));
+            buffer.extend_from_slice(&[byte]);
+        }
+        buffer.extend_from_slice(b"rest");
+        assert_eq!(UsageReport::take(&mut buffer), Ok(Some(report)));
+        assert_eq!(&buffer[..], b"rest");
+    }
+    let take = |bytes: Vec<u8>| UsageReport::take(&mut BytesMut::from(&bytes[..]));
+    assert_eq!(take(end(0, 0)), Err(ProtocolError::Kind(END_REQUEST)));
+    let mut short = UsageReport::Known(usage).record();
+    short[5] -= 1;
+    assert_eq!(take(short), Err(ProtocolError::Usage));
 }

@@ -68,6 +68,8 @@ struct LeafState {
     said_began: CellCounters,
     /// Its use, for callers after it was returned.
     last: RequestUsage,
+    /// Counts kernel kills for lack of memory in it. `None` if nobody counts.
+    kills: Option<OomKills>,
     /// Freezes it in time, if a cluster placed it here.
     guard: Option<Box<dyn KeptGuard>>,
     /// Its processes may be frozen by the freezer of v1.
@@ -111,6 +113,7 @@ impl Leaf {
             said: CellCounters::default(),
             said_began: CellCounters::default(),
             last: RequestUsage::default(),
+            kills: None,
             guard: None,
             in_freezer: false,
         };
@@ -338,20 +341,26 @@ impl Leaf {
         }
     }
 
-    /// As `kills`, for this cell alone, where it has a count of its own. Must be read before the
-    /// cell is released.
-    pub fn own_kills(&self) -> Option<OomKills> {
-        let state = self.state.lock();
+    /// Counts the same from now on, for this cell alone, where it has a count of its own.
+    pub fn count_kills(&self) {
+        let mut state = self.state.lock();
         let counts = |dir: &&Arc<CgroupDir>| dir.hierarchy.controllers.has(CgroupController::Memory);
-        let dir = state.joined.iter().flatten().find(counts)?;
-        OomKills::open_own(dir.hierarchy.version, &dir.path)
+        let dir = state.joined.iter().flatten().find(counts);
+        state.kills = dir.and_then(|dir| OomKills::open_own(dir.hierarchy.version, &dir.path));
+    }
+
+    /// Returns how many processes were killed since `begin`, if `count_kills` was called. Where the
+    /// cell has no count of its own, those of its site or tenant count, too.
+    pub fn kills_since_begin(&self) -> u64 {
+        self.state.lock().kills.as_ref().map_or(0, OomKills::count)
     }
 
     // === Use ===
 
-    /// Makes `usage` count from now.
+    /// Makes `usage` and `kills_since_begin` count from now.
     pub fn begin(&self) {
         let mut state = self.state.lock();
+        state.forget_kills();
         state.ask(None);
         state.said_began = state.said;
         // Counters that cannot be read count nothing.
@@ -359,20 +368,24 @@ impl Leaf {
     }
 
     /// As `usage` and then `begin`, with one reading of the counters. `None`, and nothing is
-    /// changed, if another process than this one is in it, or the counters cannot be read.
-    pub fn begin_next(&self, pid: Pid) -> Option<RequestUsage> {
+    /// changed, if another process than this one is in it, the counters cannot be read, or the use
+    /// is not accepted.
+    pub fn begin_next(&self, pid: Pid, accepts: impl Fn(&RequestUsage) -> bool) -> Option<RequestUsage> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let body = state.body.as_ref()?;
-        let pids = body.fence.as_ref().map_or(Ok(Vec::new()), TreeKill::pids).ok()?;
-        if pids.iter().any(|other| *other != pid) {
+        if !body.fence.as_ref().map_or(Ok(true), |fence| fence.has_only(pid)).ok()? {
             return None;
         }
         let counters = body.read().ok()?;
         if state.asks {
-            state.note_disk_use(&pids);
+            state.note_disk_use(&[pid]);
         }
         let used = state.used(counters);
+        if !accepts(&used) {
+            return None;
+        }
+        state.forget_kills();
         (state.began, state.said_began) = (counters, state.said);
         Some(used)
     }
@@ -409,6 +422,12 @@ impl LeafState {
     fn claim(&mut self, claim: CpuDemand) {
         if let Some(claimant) = &mut self.claimant {
             claimant.set(claim);
+        }
+    }
+
+    fn forget_kills(&mut self) {
+        if let Some(kills) = &mut self.kills {
+            kills.forget();
         }
     }
 

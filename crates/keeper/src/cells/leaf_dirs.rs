@@ -46,6 +46,8 @@ pub struct TreeKill {
     /// v2: children are born in it; its `cgroup.kill` and `cgroup.events`.
     pub v2: Option<(Arc<OwnedFd>, OwnedFd, File)>,
     procs: ProcessList,
+    /// Number of its threads, if the controller `pids` counts them.
+    threads: Option<File>,
 }
 
 /// The list of processes in a directory. A reader of an open file of v1 gets the old list for a
@@ -85,7 +87,8 @@ impl TreeKill {
             Some(_) => ProcessList::Open(reading("cgroup.procs")?),
             None => ProcessList::At(dir.file("cgroup.procs")),
         };
-        Ok(Self { v2, procs })
+        let threads = reading("pids.current").ok();
+        Ok(Self { v2, procs, threads })
     }
 
     pub fn is_empty(&self) -> io::Result<bool> {
@@ -98,6 +101,19 @@ impl TreeKill {
             }
             None => Ok(self.procs.look(|procs| procs.read_at(&mut buffer, 0))? == 0),
         }
+    }
+
+    /// Whether this process, of one thread, is alone. It is in there while it lives.
+    pub fn has_only(&self, pid: Pid) -> io::Result<bool> {
+        if let Some(threads) = &self.threads {
+            let mut buffer = [0; 32];
+            let len = threads.read_at(&mut buffer, 0)?;
+            if buffer[..len] == *b"1\n" {
+                return Ok(true);
+            }
+        }
+        // An ended process counts until its parent has waited for it. It is listed no more.
+        Ok(self.pids()?.iter().all(|other| *other == pid))
     }
 
     pub fn pids(&self) -> io::Result<Vec<Pid>> {

@@ -4,7 +4,8 @@ use std::io::{self, Read, Write};
 
 use bytes::BytesMut;
 use nagaya_base::fuzz::copy_seeds;
-use nagaya_keeper_api::fastcgi::{self, FastCgiDecoder, FastCgiEvent};
+use nagaya_keeper_api::fastcgi::{self, FastCgiDecoder, FastCgiEvent, ProtocolError, UsageReport};
+use nagaya_records::cell::RequestUsage;
 use nagaya_records::record::{DatabaseKind, DatabaseTag};
 
 use crate::gate::opening::{AnswerRecords, BodyRecords, CheckedOpening, OPENING_MAX};
@@ -30,6 +31,8 @@ pub(super) fn fastcgi_answers() -> Vec<Vec<u8>> {
         [&[9][..], &record(3, &[0, 0, 0, 0, 2, 0, 0, 0], 0)].concat(),
         [&[9][..], &record(9, b"x", 0)].concat(),
         [&[200][..], &fastcgi::whole_answer(b"a: b\r\n\r\nc")].concat(),
+        [&[200][..], &fastcgi::whole_answer(b""), &UsageReport::Known(RequestUsage::default()).record()]
+            .concat(),
     ]
 }
 
@@ -51,11 +54,16 @@ pub(super) fn read_fastcgi(bytes: &[u8]) {
     assert!(whole.output.len() + whole.errors.len() + whole.left <= wire.len());
     let mut records = AnswerRecords::default();
     let (answer, behind) = wire.split_at(wire.len() - whole.left);
-    answer.chunks(step).for_each(|piece| records.look(piece));
+    assert_eq!(answer.chunks(step).map(|piece| records.look(piece)).sum::<usize>(), 0);
     assert_eq!(records.has_ended(), whole.status.is_some());
+    // The report of a request's use comes behind the end.
+    let mut left = BytesMut::from(behind);
+    let report = UsageReport::take(&mut left);
+    let is_taken = matches!(report, Ok(Some(_)) | Err(ProtocolError::Usage));
+    assert!(is_taken || left == behind, "only a whole one is taken");
     if let (true, Some((_, before))) = (whole.status.is_some(), answer.split_last()) {
         let mut records = AnswerRecords::default();
-        records.look(before);
+        assert_eq!(records.look(before), 0);
         assert!(!records.has_ended(), "it has not ended a byte before, {} behind", behind.len());
     }
 }

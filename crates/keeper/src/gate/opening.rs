@@ -229,8 +229,8 @@ pub struct AnswerRecords {
 }
 
 impl AnswerRecords {
-    /// Processes the next bytes.
-    pub fn look(&mut self, mut bytes: &[u8]) {
+    /// Processes the next bytes. Returns the number of bytes behind the end.
+    pub fn look(&mut self, mut bytes: &[u8]) -> usize {
         while !self.has_ended() && !bytes.is_empty() {
             if self.header_len < HEADER_LEN {
                 let len = (HEADER_LEN - self.header_len).min(bytes.len());
@@ -251,6 +251,7 @@ impl AnswerRecords {
                 self.header_len = 0;
             }
         }
+        bytes.len()
     }
 
     pub fn has_ended(&self) -> bool {

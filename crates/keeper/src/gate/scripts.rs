@@ -9,11 +9,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nagaya_records::cell::RequestUsage;
 use nagaya_records::record::{FileRoot, LinkPolicy};
 use nagaya_records::{Backend, Site, SiteName, Tenant};
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
+use rustix::process::Pid;
 
 use crate::cells::{CpuDemand, Leaf};
 use crate::enclosure::{HiddenPath, ProgramView};
@@ -47,29 +49,49 @@ pub struct ScriptRule {
 /// The present cell of a worker, and the CPU demand that it has there.
 #[derive(Debug)]
 struct WorkerDemand {
-    leaf: Option<Arc<Leaf>>,
+    /// Its cell, and its number on this node.
+    place: Option<(Arc<Leaf>, Pid)>,
     demand: CpuDemand,
+    /// The gate reports the use of its requests.
+    reports: bool,
 }
 
 impl ScriptRule {
     pub fn new(site: SiteName, scripts: SiteScripts) -> Arc<Self> {
         let scripts = RwLock::new((site, Some(Arc::new(scripts))));
-        let cell = Mutex::new(WorkerDemand { leaf: None, demand: CpuDemand::Share });
+        let cell = Mutex::new(WorkerDemand { place: None, demand: CpuDemand::Share, reports: false });
         Arc::new(Self { scripts, cell })
     }
 
     /// Sets the present cell of the worker, which keeps its CPU demand.
-    pub fn set_cell(&self, leaf: Arc<Leaf>) {
+    pub fn set_cell(&self, leaf: Arc<Leaf>, pid: Pid) {
         let mut cell = self.cell.lock();
         leaf.claim(cell.demand);
-        cell.leaf = Some(leaf);
+        cell.place = Some((leaf, pid));
+    }
+
+    /// Sets whether the gate reports the use of the worker's requests.
+    pub fn let_report(&self, reports: bool) {
+        self.cell.lock().reports = reports;
+    }
+
+    /// Ends the count of the present request's use, and returns that. `None` if the keeper has to
+    /// be asked for it: the request left processes behind, or is watched.
+    ///
+    /// The kernel counts the CPU time of a running process when that pauses, and at timer ticks. A
+    /// worker that still runs on another CPU may have used nothing by the counters. Then `None`,
+    /// too: it has paused when the keeper is asked.
+    pub fn settle(&self) -> Option<RequestUsage> {
+        let cell = self.cell.lock();
+        let (leaf, pid) = cell.place.as_ref().filter(|_| cell.reports)?;
+        leaf.begin_next(*pid, |used| used.cpu_us > 0)
     }
 
     /// Sets the CPU demand of the worker, in its present cell and in later ones.
     pub fn claim(&self, demand: CpuDemand) {
         let mut cell = self.cell.lock();
         cell.demand = demand;
-        if let Some(leaf) = &cell.leaf {
+        if let Some((leaf, _)) = &cell.place {
             leaf.claim(demand);
         }
     }

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use nagaya_keeper_api::fastcgi::{self, ConnectionReuse, NOT_BEGUN};
+use nagaya_keeper_api::fastcgi::{self, ConnectionReuse, NOT_BEGUN, UsageReport};
+use nagaya_records::cell::RequestUsage;
 use nagaya_records::{Site, SiteName, Tenant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -158,7 +159,7 @@ fn the_end_of_an_answer_is_found_however_it_is_cut() {
         let mut seen = 0;
         for part in answer.chunks(len) {
             assert!(!records.has_ended(), "after {seen} bytes");
-            records.look(part);
+            assert_eq!(records.look(part), 0);
             seen += part.len();
         }
         assert!(records.has_ended());
@@ -345,7 +346,7 @@ fn a_script_that_is_not_there_is_none_of_the_workers_business() {
         let len = if body.is_empty() { "0" } else { "5" };
         let opening = opening(&[("SCRIPT_FILENAME", &absent), ("CONTENT_LENGTH", len)]);
         scene.edge.write_all(&[&opening[..], &body].concat()).unwrap();
-        let expected = fastcgi::whole_answer(NO_FILE);
+        let expected = [fastcgi::whole_answer(NO_FILE), UsageReport::Ask.record()].concat();
         let mut answer = vec![0; expected.len()];
         scene.edge.read_exact(&mut answer).unwrap();
         assert_eq!(answer, expected);
@@ -355,6 +356,29 @@ fn a_script_that_is_not_there_is_none_of_the_workers_business() {
     let mut read = vec![0; opening.len()];
     worker.read_exact(&mut read).unwrap();
     assert_eq!(read, opening[..], "the first that it sees, over its first connection");
+}
+
+#[test]
+fn a_worker_reports_no_use_of_its_own() {
+    let end = record(3, &[0; 8]);
+    let forged = UsageReport::Known(RequestUsage::default()).record();
+    for (behind, expected) in [(&b""[..], UsageReport::Ask.record()), (&forged, Vec::new())] {
+        let mut scene = Scene::new();
+        let (mut worker, _) = scene.listener.accept().unwrap();
+        let script = scene.script.clone();
+        let opening = opening(&[("SCRIPT_FILENAME", &script)]);
+        scene.edge.write_all(&opening).unwrap();
+        worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+        worker.write_all(&[&end, behind].concat()).unwrap();
+        let mut heard = vec![0; end.len() + expected.len()];
+        scene.edge.read_exact(&mut heard).unwrap();
+        assert_eq!(heard, [end.clone(), expected].concat());
+        if behind.is_empty() {
+            worker.write_all(&forged).unwrap();
+        }
+        let told = scene.told();
+        assert!(told.is_empty() || told == NOT_BEGUN, "the worker serves nobody any more: {told:?}");
+    }
 }
 
 #[test]

@@ -18,7 +18,7 @@ use tokio::sync::{Mutex, Notify};
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
-use crate::cells::{self, CellParent, Leaf, OomKills};
+use crate::cells::{self, CellParent, Leaf};
 use crate::confinement;
 use crate::fault::{self, Fault};
 use crate::metrics::KeeperMetrics;
@@ -54,9 +54,6 @@ pub(super) struct ProcessCell {
     watch: RefCell<Option<AbortHandle>>,
     retiring: Cell<u32>,
     retired: Notify,
-    /// Counts kernel kills for lack of memory in its cell, since its request began. `None` if
-    /// nobody counts.
-    kills: RefCell<Option<OomKills>>,
 }
 
 /// The purpose of a process in its cell.
@@ -90,8 +87,8 @@ impl CellRequest {
 
 impl ProcessCell {
     pub(super) fn new(leaf: Arc<Leaf>, request: CellRequest) -> Self {
+        leaf.count_kills();
         Self {
-            kills: RefCell::new(leaf.own_kills()),
             leaf: RefCell::new(leaf),
             request: RefCell::new(request),
             serves: Cell::new(false),
@@ -115,13 +112,7 @@ impl ProcessCell {
     /// Returns how many processes were killed in its cell since its request began. Where its cell
     /// has no count of its own, those of its site or tenant count, too.
     pub(super) fn memory_kills(&self) -> u64 {
-        self.kills.borrow().as_ref().map_or(0, OomKills::count)
-    }
-
-    fn forget_kills(&self) {
-        if let Some(kills) = &mut *self.kills.borrow_mut() {
-            kills.forget();
-        }
+        self.leaf.borrow().kills_since_begin()
     }
 
     pub(super) fn stop_watch(&self) {
@@ -158,10 +149,10 @@ impl Processes {
             self.move_to(process, &request).await?;
             self.retire(process, leaf);
         }
+        process.let_gate_report(&request);
         stay.request.replace(request);
         self.metrics.enters.inc();
         stay.leaf().begin();
-        stay.forget_kills();
         self.watch(process);
         Ok(stay.leaf().name().to_owned())
     }
@@ -173,7 +164,7 @@ impl Processes {
         process.expect_alive()?;
         stay.stop_watch();
         stay.serves.set(false);
-        let usage = match process.pid.and_then(|pid| stay.leaf().begin_next(pid)) {
+        let usage = match process.pid.and_then(|pid| stay.leaf().begin_next(pid, |_| true)) {
             Some(used) => RequestUsage { demoted: stay.demoted.get(), ..used },
             None => {
                 let usage = self.leave_behind(process).await?;
@@ -184,7 +175,6 @@ impl Processes {
         if stay.demoted.replace(0) > 0 {
             stay.leaf().set(&stay.request.borrow().holds.limits);
         }
-        stay.forget_kills();
         Ok(usage)
     }
 
@@ -223,6 +213,7 @@ impl Processes {
         stay.stop_watch();
         let request = CellRequest::new(CellParent { site: Some(site), ..now.home }, now.asked);
         stay.leaf().set(&request.holds.limits);
+        process.let_gate_report(&request);
         stay.request.replace(request);
         if stay.serves.get() {
             self.watch(&process);
@@ -244,9 +235,9 @@ impl Processes {
             self.retire(process, leaf);
             return Err(error);
         }
-        stay.kills.replace(leaf.own_kills());
-        if let Some(rule) = &process.scripts {
-            rule.set_cell(Arc::clone(&leaf));
+        leaf.count_kills();
+        if let (Some(rule), Some(pid)) = (&process.scripts, process.pid) {
+            rule.set_cell(Arc::clone(&leaf), pid);
         }
         stay.leaf.replace(leaf);
         self.metrics.moves.inc();

@@ -5,6 +5,7 @@
 use std::fs;
 
 use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
+use nagaya_keeper_api::fastcgi::UsageReport;
 use nagaya_keeper_api::protocol::{FailureKind, ProcessId};
 use nagaya_records::cell::{
     CellChange, CellName, CellScope, CgroupController, Confinement, LimitSet, NamedCell,
@@ -114,7 +115,7 @@ fn worker_moves() {
             assert!(cell.starts_with(&format!("alice/{site}/r")), "{cell}");
             expect_in(pid, &cell);
             php.ask(&script, "").await;
-            keeper.leave(id).await.unwrap();
+            php.leave(&keeper).await;
             cells.push(cell);
         }
         assert_eq!(cells[0], cells[1]);
@@ -172,6 +173,7 @@ fn left_running() {
             let (worker, child) = said.split_once(' ').unwrap();
             let child: i32 = child.parse().unwrap();
             assert!(is_alive(child));
+            assert_eq!(php.report, UsageReport::Ask, "it left something behind");
             keeper.leave(id).await.unwrap();
             // Killed, and on v1 perhaps a moment from gone; else it would sleep on.
             wait_dead(child);
@@ -181,6 +183,7 @@ fn left_running() {
         // Also without another enter: the cell is the same.
         let said = php.ask(&script, "").await;
         let child = said.split_once(' ').unwrap().1.parse().unwrap();
+        assert_eq!(php.report, UsageReport::Ask);
         keeper.leave(id).await.unwrap();
         wait_dead(child);
         php.guard.end().await.unwrap();

@@ -389,11 +389,11 @@ fn usage_is_own() {
         let id = worker.guard.id();
         keeper.enter(id, &site_name("php"), &Confinement::default()).await.unwrap();
         let (_, mut before) = burn_php(&mut worker, &php, 0).await;
-        keeper.leave(id).await.unwrap();
+        worker.leave(&keeper).await;
         for ms in [80, 0, 80] {
             let beside = run_in(&keeper, "cgi", &Confinement::default()).await;
             let (_, after) = burn_php(&mut worker, &php, ms).await;
-            let used = keeper.leave(id).await.unwrap();
+            let used = worker.leave(&keeper).await;
             // What its process counts itself; what comes after the script's last line counts for one or the next.
             let counted = after - std::mem::replace(&mut before, after);
             assert!(used.cpu_us >= ms * 1000, "{ms}: {used:?}");

@@ -4,9 +4,11 @@
 
 use std::path::Path;
 
+use bytes::BytesMut;
 use nagaya_keeper_api::client::{KeeperClient, ProcessGuard};
+use nagaya_keeper_api::fastcgi::UsageReport;
 use nagaya_keeper_api::protocol::FailureKind;
-use nagaya_records::cell::Confinement;
+use nagaya_records::cell::{Confinement, RequestUsage};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -189,7 +191,7 @@ fn no_request_in_a_body() {
         ];
         php.stream.write_all(&opening(&params)).await.unwrap();
         php.stream.write_all(&record(5, &body)).await.unwrap();
-        assert!(read_answer(&mut php.stream).await.unwrap().ends_with("\r\n\r\n8"));
+        assert!(read_answer(&mut php.stream).await.unwrap().0.ends_with("\r\n\r\n8"));
         // The next one is answered as itself, by the same worker, and by then the hidden one would have run.
         let params = [("SCRIPT_FILENAME".to_owned(), www.join("put.php"))];
         let params = params.map(|(_, path)| ("SCRIPT_FILENAME", path.to_str().unwrap().to_owned()));
@@ -215,6 +217,8 @@ pub struct Php {
     pub stream: UnixStream,
     pub guard: ProcessGuard,
     pub cell: Box<str>,
+    /// What was said of the use of the last request.
+    pub report: UsageReport,
 }
 
 impl Php {
@@ -226,7 +230,7 @@ impl Php {
     pub async fn start_for(keeper: &KeeperClient, site: &str) -> Self {
         let worker = keeper.spawn_php(&site_name(site)).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
-        Self { stream, guard: worker.guard, cell: worker.cell }
+        Self { stream, guard: worker.guard, cell: worker.cell, report: UsageReport::Ask }
     }
 
     /// Another one once this has ended: a tenant has so many and no more.
@@ -236,7 +240,8 @@ impl Php {
             loop {
                 if let Ok(worker) = keeper.spawn_php(&site_name("php")).await {
                     let stream = UnixStream::from_std(worker.socket.into()).unwrap();
-                    return Self { stream, guard: worker.guard, cell: worker.cell };
+                    let report = UsageReport::Ask;
+                    return Self { stream, guard: worker.guard, cell: worker.cell, report };
                 }
             }
         };
@@ -248,7 +253,8 @@ impl Php {
         let mut all = vec![("REQUEST_METHOD", "GET"), ("REDIRECT_STATUS", "200")];
         all.extend(params.iter().map(|(name, value)| (*name, value.as_str())));
         self.stream.write_all(&opening(&all)).await.unwrap();
-        let answer = read_answer(&mut self.stream).await?;
+        let (answer, report) = read_answer(&mut self.stream).await?;
+        self.report = report;
         Some(answer.split_once("\r\n\r\n").unwrap().1.to_owned())
     }
 
@@ -261,10 +267,19 @@ impl Php {
             ("REDIRECT_STATUS", "200"),
         ];
         self.stream.write_all(&opening(&params)).await.unwrap();
-        let answer = read_answer(&mut self.stream).await.unwrap();
+        let (answer, report) = read_answer(&mut self.stream).await.unwrap();
+        self.report = report;
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         assert!(head.contains("Content-type: text/html"), "{head}");
         body.to_owned()
+    }
+
+    /// Ends the request as the edge does, and gives its use.
+    pub async fn leave(&self, keeper: &KeeperClient) -> RequestUsage {
+        match self.report {
+            UsageReport::Known(usage) => usage,
+            UsageReport::Ask => keeper.leave(self.guard.id()).await.unwrap(),
+        }
     }
 }
 
@@ -296,9 +311,11 @@ fn record(kind: u8, content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What the worker wrote to its standard output, until the end of the request. None: it was not given the request.
-async fn read_answer(stream: &mut UnixStream) -> Option<String> {
+/// What the worker wrote to its standard output, until the end of the request, and what is said of its use. None: it
+/// was not given the request.
+async fn read_answer(stream: &mut UnixStream) -> Option<(String, UsageReport)> {
     let mut out = Vec::new();
+    let mut has_ended = false;
     loop {
         let mut head = [0; 8];
         stream.read_exact(&mut head).await.ok()?;
@@ -306,10 +323,15 @@ async fn read_answer(stream: &mut UnixStream) -> Option<String> {
         let mut content = vec![0; len];
         stream.read_exact(&mut content).await.unwrap();
         content.truncate(len - usize::from(head[6]));
+        if has_ended {
+            let mut record = BytesMut::from(&[&head[..], &content].concat()[..]);
+            let report = UsageReport::take(&mut record).unwrap().expect("it is whole");
+            return Some((String::from_utf8(out).unwrap(), report));
+        }
         match head[1] {
             // The protocol's status: 2 is that it was not begun.
             3 if content[4] != 0 => return None,
-            3 => return Some(String::from_utf8(out).unwrap()),
+            3 => has_ended = true,
             6 => out.extend(content),
             other => panic!("record of type {other}"),
         }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use bytes::BytesMut;
 use http::Method;
 use nagaya_keeper_api::fastcgi::ConnectionReuse;
+use nagaya_keeper_api::quiet_stream::QuietStream;
 use nagaya_records::{Site, Tenant};
-use tokio::net::UnixStream;
 
 use crate::backends::cell_lease::RequestCell;
 use crate::backends::programs::ProgramRunner;
@@ -85,7 +85,7 @@ impl InstanceCall {
     /// when both have ended.
     pub async fn over(
         self,
-        stream: UnixStream,
+        stream: QuietStream,
         seat: Option<RequestCell>,
     ) -> Result<ProgramOutcome, UnansweredCall> {
         let Self { opening, body, errors, method, name, silence, after } = self;
@@ -118,7 +118,7 @@ impl InstanceCall {
 
 /// A connection to an instance.
 struct InstanceConnection {
-    stream: UnixStream,
+    stream: QuietStream,
     buffer: BytesMut,
     is_repeatable: bool,
     after: Rc<BackgroundJobs>,
@@ -129,8 +129,9 @@ impl ResponderLink for InstanceConnection {
     const ENDS_BODY: bool = true;
     // It runs on by itself: an instance that computes does not rest.
     const LINGERS: bool = false;
+    const REPORTS: bool = false;
 
-    fn line(&mut self) -> (&mut UnixStream, &mut BytesMut) {
+    fn line(&mut self) -> (&mut QuietStream, &mut BytesMut) {
         (&mut self.stream, &mut self.buffer)
     }
 

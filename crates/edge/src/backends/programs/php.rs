@@ -7,10 +7,10 @@
 //! other end of the connection. It prevents PHP from reading the unread body of one request as
 //! the next request.
 //!
-//! A worker also serves others only after the keeper has reported this request's usage. The
-//! report may come over another connection than the next request's. So going on at once would
-//! charge one request for the next one's work. A tenant's other workers do not wait. The client
-//! does not wait either, unless a CPU quota must be settled.
+//! A worker also serves others only after this request's usage is known. The gate reports it behind
+//! the answer, or has the keeper asked for it. That comes over another connection than the next
+//! request, so going on at once would charge one request for the next one's work. A tenant's other
+//! workers do not wait. The client does not wait either, unless a CPU quota must be settled.
 //!
 //! A worker stays with a request whose client has left, up to a limit of its site's record
 //! (`patience::Linger`). It keeps its place among the tenant's workers. So clients that come and
@@ -21,8 +21,11 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use nagaya_keeper_api::client::KeeperClient;
+use nagaya_keeper_api::fastcgi::{ProtocolError, UsageReport};
 use nagaya_keeper_api::protocol::ProcessExit;
-use tokio::net::UnixStream;
+use nagaya_keeper_api::quiet_stream::QuietStream;
+use nagaya_records::cell::RequestUsage;
+use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
 
 use crate::backends::programs::after::BackgroundJobs;
@@ -61,8 +64,9 @@ impl ServingWorker {
 impl ResponderLink for ServingWorker {
     const ENDS_BODY: bool = false;
     const LINGERS: bool = true;
+    const REPORTS: bool = true;
 
-    fn line(&mut self) -> (&mut UnixStream, &mut BytesMut) {
+    fn line(&mut self) -> (&mut QuietStream, &mut BytesMut) {
         let PoolWorker { stream, buffer, .. } = self.lease.worker();
         (stream, buffer)
     }
@@ -78,17 +82,25 @@ impl ResponderLink for ServingWorker {
     /// Gives the worker to others, once the usage of this request is known.
     fn leave(self) {
         let Self { mut lease, due, keeper, after } = self;
-        after.run(async move {
-            match timeout(LEAVE_MAX, keeper.leave(lease.worker().id)).await {
-                Ok(Ok(usage)) => {
-                    due.report(usage);
-                    lease.give_back();
-                }
-                _ => {
-                    end(lease, due).await;
-                }
+        let PoolWorker { buffer, .. } = lease.worker();
+        match UsageReport::take(buffer) {
+            // Nothing may follow it.
+            Ok(Some(UsageReport::Known(usage))) if buffer.is_empty() => {
+                due.report(usage);
+                lease.give_back();
             }
-        });
+            reported => after.run(async move {
+                match timeout(LEAVE_MAX, learn_usage(reported, &mut lease, &keeper)).await {
+                    Ok(Some(usage)) => {
+                        due.report(usage);
+                        lease.give_back();
+                    }
+                    _ => {
+                        end(lease, due).await;
+                    }
+                }
+            }),
+        }
     }
 
     /// Ends the worker.
@@ -105,6 +117,27 @@ impl ResponderLink for ServingWorker {
             let exit = end(lease, due).await?;
             exit.out_of_memory.then_some(ProgramFailure::OutOfMemory)
         })
+    }
+}
+
+/// Waits for the usage of the worker's request. `None` if it is never known.
+async fn learn_usage(
+    mut reported: Result<Option<UsageReport>, ProtocolError>,
+    lease: &mut WorkerGuard,
+    keeper: &KeeperClient,
+) -> Option<RequestUsage> {
+    let PoolWorker { id, stream, buffer, .. } = lease.worker();
+    loop {
+        match reported.ok()? {
+            None => {}
+            Some(_) if !buffer.is_empty() => return None,
+            Some(UsageReport::Known(usage)) => return Some(usage),
+            Some(UsageReport::Ask) => return keeper.leave(*id).await.ok(),
+        }
+        if stream.read_buf(buffer).await.ok()? == 0 {
+            return None;
+        }
+        reported = UsageReport::take(buffer);
     }
 }
 

@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use nagaya_keeper_api::client::ProcessGuard;
 use nagaya_keeper_api::protocol::{ProcessExit, ProcessId};
+use nagaya_keeper_api::quiet_stream::QuietStream;
 use nagaya_records::cell::{Confinement, RequestUsage};
 use nagaya_records::record::ProgramNetwork;
 use nagaya_records::{SiteName, Tenant, TenantName};
 use parking_lot::{Mutex, RwLock};
-use tokio::net::UnixStream;
 use tokio::runtime;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
@@ -58,7 +58,7 @@ pub(super) struct PoolWorker {
     pub id: ProcessId,
     /// Its cell. `None` until it serves its first request.
     pub place: Option<Box<WorkerCell>>,
-    pub stream: UnixStream,
+    pub stream: QuietStream,
     /// Read buffer, kept for the next request.
     pub buffer: BytesMut,
     /// The runtime whose reactor watches the stream: that of one edge thread.
@@ -120,12 +120,10 @@ impl WorkerCell {
 impl PoolWorker {
     /// `socket` is the FastCGI connection to a process that ends when `process` is dropped.
     pub fn new(socket: OwnedFd, id: ProcessId, process: impl WorkerProcess) -> io::Result<Self> {
-        let stream = std::os::unix::net::UnixStream::from(socket);
-        stream.set_nonblocking(true)?;
         Ok(Self {
             id,
             place: None,
-            stream: UnixStream::from_std(stream)?,
+            stream: QuietStream::new(socket)?,
             buffer: BytesMut::new(),
             runtime: Handle::current().id(),
             served: 0,
@@ -163,7 +161,7 @@ impl PoolWorker {
     fn moved_here(mut self) -> io::Result<Self> {
         let here = Handle::current().id();
         if self.runtime != here {
-            self.stream = UnixStream::from_std(self.stream.into_std()?)?;
+            self.stream = QuietStream::new(self.stream.into_socket())?;
             self.runtime = here;
         }
         Ok(self)

@@ -15,9 +15,9 @@ use http_body::Body;
 use nagaya_base::{Code, RequestId};
 use nagaya_keeper_api::fastcgi;
 use nagaya_keeper_api::fastcgi::{CONTENT_MAX, FastCgiDecoder, FastCgiEvent, OVERLOADED, ProtocolError};
+use nagaya_keeper_api::quiet_stream::QuietStream;
 use nagaya_records::SiteName;
 use tokio::io::AsyncReadExt;
-use tokio::net::UnixStream;
 use tokio::time::timeout_at;
 
 use crate::backends::programs::after::BackgroundJobs;
@@ -43,8 +43,11 @@ pub(super) trait ResponderLink: Unpin + 'static {
     /// The program runs on for a request whose client has left. The closed direction tells it so.
     const LINGERS: bool;
 
+    /// A record with the request's use follows the answer. `leave` takes it.
+    const REPORTS: bool;
+
     /// Returns the stream, and received bytes that were not used yet.
-    fn line(&mut self) -> (&mut UnixStream, &mut BytesMut);
+    fn line(&mut self) -> (&mut QuietStream, &mut BytesMut);
 
     /// Returns whether the request may be given to another program although this one may have
     /// begun with it.
@@ -171,7 +174,7 @@ struct BodyRecord {
 
 impl RequestSender {
     /// Sends as much as possible now. The opening and the first part of the body go together.
-    fn send(&mut self, stream: &UnixStream, cx: &mut Context<'_>) -> Result<(), ProgramFailure> {
+    fn send(&mut self, stream: &QuietStream, cx: &mut Context<'_>) -> Result<(), ProgramFailure> {
         loop {
             self.take_body(cx)?;
             let record = &self.record;
@@ -179,8 +182,6 @@ impl RequestSender {
             if opening.is_empty() && record.is_sent() {
                 return Ok(());
             }
-            let Poll::Ready(ready) = stream.poll_write_ready(cx) else { return Ok(()) };
-            ready?;
             let header = &record.header[record.header.len() - record.header_left..];
             let content = &record.piece[..record.content_left];
             match stream.try_write_vectored(&[
@@ -189,7 +190,10 @@ impl RequestSender {
                 IoSlice::new(content),
             ]) {
                 Ok(sent) => self.sent(sent),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let Poll::Ready(ready) = stream.poll_write_ready(cx) else { return Ok(()) };
+                    ready?;
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -332,8 +336,9 @@ impl<L: ResponderLink> ResponseReceiver<L> {
         self.errors.end();
         let Some(mut link) = self.link.take() else { return };
         let (stream, buffer) = link.line();
-        let clean =
-            all_sent && buffer.is_empty() && (!self.had_body || sys::all_read(stream).unwrap_or(false));
+        let clean = all_sent
+            && (L::REPORTS || buffer.is_empty())
+            && (!self.had_body || sys::all_read(stream).unwrap_or(false));
         if clean {
             link.leave();
         } else {
@@ -393,7 +398,7 @@ fn protocol_failure(error: ProtocolError) -> ProgramFailure {
 }
 
 fn poll_read(
-    stream: &mut UnixStream,
+    stream: &mut QuietStream,
     buffer: &mut BytesMut,
     cx: &mut Context<'_>,
 ) -> Poll<io::Result<usize>> {

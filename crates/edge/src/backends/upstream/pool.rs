@@ -16,11 +16,12 @@ use std::time::Duration;
 use bytes::BytesMut;
 use foldhash::quality::RandomState;
 use nagaya_keeper_api::protocol::InstanceId;
+use nagaya_keeper_api::quiet_stream::QuietStream;
 use nagaya_records::record::Http;
 use nagaya_records::{Site, SiteName};
 use rustix::net::AddressFamily;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
 use crate::backends::cell_lease::RequestCell;
@@ -108,9 +109,7 @@ pub async fn dial(address: &str) -> io::Result<UpstreamSocket> {
 /// Registers a connection of the keeper, Unix or TCP, with this thread's runtime.
 pub fn watch_socket(socket: OwnedFd) -> io::Result<UpstreamSocket> {
     if rustix::net::sockopt::socket_domain(&socket)? == AddressFamily::UNIX {
-        let stream = std::os::unix::net::UnixStream::from(socket);
-        stream.set_nonblocking(true)?;
-        return UnixStream::from_std(stream).map(UpstreamSocket::Unix);
+        return QuietStream::new(socket).map(UpstreamSocket::Unix);
     }
     let stream = std::net::TcpStream::from(socket);
     stream.set_nonblocking(true)?;
@@ -139,7 +138,7 @@ impl From<NoConnection> for Refusal {
 
 pub enum UpstreamSocket {
     Tcp(TcpStream),
-    Unix(UnixStream),
+    Unix(QuietStream),
 }
 
 /// A connection, and the buffers it keeps from one exchange to the next.

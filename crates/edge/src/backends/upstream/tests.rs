@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use nagaya_keeper_api::quiet_stream::QuietStream;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::task::{LocalSet, spawn_local};
@@ -43,7 +44,7 @@ impl Connector for Servers {
             Server::NeverThere => std::future::pending().await,
             _ => drop(spawn_local(serve(theirs, server))),
         }
-        Ok(UpstreamSocket::Unix(ours))
+        Ok(UpstreamSocket::Unix(QuietStream::new(ours.into_std().unwrap().into()).unwrap()))
     }
 }
 

@@ -82,7 +82,7 @@ enum ExecEnd {
 pub async fn exec(instances: &Rc<NodeInstances>, exec: ExecCommand, connection: OwnedFd) {
     let watched = rustix::io::ioctl_fionbio(&connection, true)
         .map_err(io::Error::from)
-        .and_then(|()| nagaya_keeper_api::watch(connection, Interest::READABLE | Interest::WRITABLE));
+        .and_then(|()| nagaya_keeper_api::watch(connection, Interest::READABLE));
     let connection = match watched {
         Ok(connection) => connection,
         Err(error) => return tracing::warn!(%error, "{}: a command is not run", fault::EXEC),
@@ -95,7 +95,7 @@ pub async fn exec(instances: &Rc<NodeInstances>, exec: ExecCommand, connection: 
         Ok(None) => return,
         Err(Fault { message: error, code, .. }) => ExecSaid::Failed { error, code: code.to_string() },
     };
-    say(&connection, &said, &[]).await;
+    say(&connection, &said, &[]);
 }
 
 /// Returns `None` if the client has left.
@@ -278,7 +278,7 @@ async fn attend(
     keep_awake: impl Future<Output = ()>,
 ) -> Result<ExecEnd, Fault> {
     let RunningCommand { sandbox, task, ends } = running;
-    let over = if say(connection, &ExecSaid::Runs, &ends).await {
+    let over = if say(connection, &ExecSaid::Runs, &ends) {
         drop(ends);
         tokio::select! {
             exit = ended(&task) => ExecEnd::Ended(exit),
@@ -341,11 +341,12 @@ async fn wait_until_left(connection: &AsyncFd<OwnedFd>) {
 }
 
 /// Sends one line. Returns false if nobody reads it.
-async fn say(connection: &AsyncFd<OwnedFd>, said: &ExecSaid, ends: &[OwnedFd]) -> bool {
+fn say(connection: &AsyncFd<OwnedFd>, said: &ExecSaid, ends: &[OwnedFd]) -> bool {
     let Ok(mut line) = serde_json::to_vec(said) else { return false };
     line.push(b'\n');
-    // A line is shorter than any socket buffer.
-    matches!(timeout(SAY_MAX, codec::send_message(connection, &line, ends)).await, Ok(Ok(())))
+    let ends: Vec<_> = ends.iter().map(AsFd::as_fd).collect();
+    // A line is shorter than any socket buffer, and there are two of them.
+    codec::send(connection, &line, &ends).is_ok()
 }
 
 fn refused(why: impl Into<String>) -> Fault {

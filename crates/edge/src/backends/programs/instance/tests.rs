@@ -38,10 +38,9 @@ fn made<T: Send + 'static>(
     let (ours, theirs) = Peer::pair().unwrap();
     theirs.set_read_timeout(Some(HANG)).unwrap();
     let program: JoinHandle<T> = std::thread::spawn(move || program(theirs));
-    ours.set_nonblocking(true).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let said = tokio::task::LocalSet::new().block_on(&runtime, async {
-        match call().over(UnixStream::from_std(ours).unwrap(), None).await {
+        match call().over(QuietStream::new(ours.into()).unwrap(), None).await {
             Ok(ProgramOutcome::Response(response)) => Ok((response.status.as_u16(), text(response).await)),
             Ok(ProgramOutcome::LocalRedirect { .. }) => panic!("it leads nowhere"),
             Err(UnansweredCall { refusal, again }) => Err((refusal, again.is_some())),
@@ -91,10 +90,9 @@ fn a_program_that_is_gone_before_it_reads_costs_no_request() {
     for method in [Method::GET, Method::POST] {
         let (ours, theirs) = Peer::pair().unwrap();
         drop(theirs);
-        ours.set_nonblocking(true).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let again = tokio::task::LocalSet::new().block_on(&runtime, async {
-            call(method, "").over(UnixStream::from_std(ours).unwrap(), None).await.err().unwrap().again
+            call(method, "").over(QuietStream::new(ours.into()).unwrap(), None).await.err().unwrap().again
         });
         assert!(again.is_some());
     }

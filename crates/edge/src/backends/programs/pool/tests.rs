@@ -2,6 +2,7 @@
 //! does not depend on what is at their other end, only on whether it is still there.
 
 use std::cell::RefCell;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::AtomicUsize;
 
 use nagaya_records::record::ProgramNetwork;
@@ -87,7 +88,7 @@ async fn a_worker_given_back_is_used_again_and_one_dropped_is_ended() {
 async fn the_worker_used_last_is_used_next() {
     let world = World::new(2, EdgeConfig::default());
     let (mut first, mut second) = (world.lease().await.unwrap(), world.lease().await.unwrap());
-    let fd = |lease: &mut WorkerGuard| std::os::fd::AsRawFd::as_raw_fd(&lease.worker().stream);
+    let fd = |lease: &mut WorkerGuard| lease.worker().stream.as_fd().as_raw_fd();
     let (first_fd, second_fd) = (fd(&mut first), fd(&mut second));
     assert_ne!(first_fd, second_fd);
     second.give_back();
