@@ -1,5 +1,4 @@
-//! Load over HTTP/2 and TLS from h2load: a constant number of streams in flight, each followed by
-//! the next.
+//! Load over TLS from h2load: a constant number of requests in flight, each followed by the next.
 //!
 //! Failed requests are counted, not hidden: they are part of the outcome. Not here: load over
 //! HTTP/1.1 (`load` runs wrk).
@@ -12,14 +11,32 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::interrupt;
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HttpVersion {
+    Http1,
+    Http2,
+}
+
+impl HttpVersion {
+    /// Name in TLS (RFC 7301).
+    fn protocol(self) -> &'static str {
+        match self {
+            Self::Http1 => "http/1.1",
+            Self::Http2 => "h2",
+        }
+    }
+}
+
 /// The request, and the concurrency.
 #[derive(Debug, Clone)]
 pub struct StreamLoad {
+    pub version: HttpVersion,
     pub host: String,
     pub path: String,
     /// Bytes of the right response's body.
     pub body_bytes: f64,
     pub connections: u32,
+    /// Without meaning in HTTP/1.1.
     pub streams_per_connection: u32,
     pub duration: Duration,
 }
@@ -42,6 +59,7 @@ pub fn run(address: SocketAddr, load: &StreamLoad) -> Result<StreamOutcome> {
         .args(["--max-concurrent-streams", &load.streams_per_connection.to_string()])
         // h2load counts whole seconds only.
         .args(["--duration", &load.duration.as_secs().max(1).to_string()])
+        .arg(format!("--npn-list={}", load.version.protocol()))
         .arg(format!("--connect-to={address}"))
         .arg(format!("https://{}{}", load.host, load.path))
         .output()
@@ -56,7 +74,9 @@ pub fn run(address: SocketAddr, load: &StreamLoad) -> Result<StreamOutcome> {
 
 /// Reads h2load's final output.
 fn read_outcome(text: &str, load: &StreamLoad) -> Result<StreamOutcome> {
-    ensure!(text.contains("Application protocol: h2"), "the server did not choose HTTP/2");
+    let protocol = load.version.protocol();
+    let is_chosen = text.lines().any(|line| line.strip_prefix("Application protocol: ") == Some(protocol));
+    ensure!(is_chosen, "the server did not choose {protocol}");
     let line = |start: &str| {
         text.lines().find_map(|line| line.strip_prefix(start)).with_context(|| format!("no line '{start}'"))
     };
@@ -99,6 +119,7 @@ mod tests {
 
     fn load() -> StreamLoad {
         StreamLoad {
+            version: HttpVersion::Http2,
             host: "files.example".into(),
             path: "/1k.bin".into(),
             body_bytes: 1024.0,

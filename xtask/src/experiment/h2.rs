@@ -15,15 +15,15 @@ use serde_json::json;
 use crate::content::population::UID_BASE;
 use crate::content::run as run_command;
 use crate::experiment::harness::ExperimentSetting;
-use crate::h2load::{self, StreamLoad};
+use crate::h2load::{self, HttpVersion, StreamLoad};
 use crate::http::free_address;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 use crate::server::nagaya::{NagayaNode, NagayaSettings};
 use crate::server::{StartProbe, TestServer, make_dir, nginx};
 
-const HOST: &str = "files.example";
-const BODY_BYTES: u16 = 1024;
+pub const HOST: &str = "files.example";
+pub const BODY_BYTES: u16 = 1024;
 
 /// Streams in flight: names of cases, and numbers.
 const STREAMS: [(&str, u32); 4] = [("100", 100), ("200", 200), ("1000", 1_000), ("2000", 2_000)];
@@ -47,10 +47,10 @@ const GOALS: [Goal; 9] = [
 ];
 
 /// A running server, and its TLS address.
-struct SecureServer {
-    name: &'static str,
-    server: TestServer,
-    address: SocketAddr,
+pub struct SecureServer {
+    pub name: &'static str,
+    pub server: TestServer,
+    pub address: SocketAddr,
 }
 
 pub fn run(setting: &ExperimentSetting) -> Result<()> {
@@ -62,7 +62,7 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let address = free_address()?;
     let nginx = nginx::http2(&dir.join("nginx"), &root, HOST, address, &certificate)?;
     let servers = [
-        start_nagaya(setting, &root, &certificate)?,
+        start_nagaya(setting, dir, &root, &certificate)?,
         SecureServer { name: VARIANTS[1], server: nginx, address },
     ];
     measure(setting, &mut report, &servers)?;
@@ -73,14 +73,14 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
     report.note("TLS", json!("the same certificate (P-256), TLS 1.2 and 1.3; connections are kept"));
     summarise(&mut report)?;
     for server in &servers {
-        report.set(format!("{}_rss_mb", server.name), server.server.process.memory_mib()?);
+        report.set(format!("{}_rss_mb", server.name), server.server.memory_mib()?);
     }
     let chart = chart(&report);
     report.write(&setting.out, &chart, &GOALS)
 }
 
 /// Makes a directory with a file named after the host: a certificate and its key.
-fn make_certificate(dir: &Path) -> Result<PathBuf> {
+pub fn make_certificate(dir: &Path) -> Result<PathBuf> {
     let file = make_dir(dir, "certificates")?.join(format!("{HOST}.pem"));
     let (key, certificate) = (dir.join("key.pem"), dir.join("certificate.pem"));
     run_command(
@@ -99,7 +99,13 @@ fn make_certificate(dir: &Path) -> Result<PathBuf> {
     Ok(file)
 }
 
-fn start_nagaya(setting: &ExperimentSetting, root: &Path, certificate: &Path) -> Result<SecureServer> {
+/// Starts a node in `dir` with these files, and the limits of a new one.
+pub fn start_nagaya(
+    setting: &ExperimentSetting,
+    dir: &Path,
+    root: &Path,
+    certificate: &Path,
+) -> Result<SecureServer> {
     use std::io::Write as _;
     let address = free_address()?;
     let certificates = certificate.parent().context("the directory of the certificate")?;
@@ -108,7 +114,7 @@ fn start_nagaya(setting: &ExperimentSetting, root: &Path, certificate: &Path) ->
         certificates.display()
     );
     let settings = NagayaSettings { default_limits: true, tables, ..NagayaSettings::default() };
-    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", settings)?;
+    let node = NagayaNode::create(&setting.program, dir, "nagaya", settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     let tenant = json!({"tenant": {"name": "files", "uid": UID_BASE, "gid": UID_BASE}});
     let site = json!({"site": {
@@ -119,6 +125,19 @@ fn start_nagaya(setting: &ExperimentSetting, root: &Path, certificate: &Path) ->
     node.import(&path)?;
     let server = node.start(&StartProbe { host: HOST.into(), path: "/1k.bin".into() })?;
     Ok(SecureServer { name: VARIANTS[0], server, address })
+}
+
+/// Returns the load of so many streams in flight.
+pub fn stream_load(streams: u32, duration: Duration) -> StreamLoad {
+    StreamLoad {
+        version: HttpVersion::Http2,
+        host: HOST.into(),
+        path: "/1k.bin".into(),
+        body_bytes: BODY_BYTES.into(),
+        connections: streams / STREAMS_PER_CONNECTION,
+        streams_per_connection: STREAMS_PER_CONNECTION,
+        duration,
+    }
 }
 
 /// Measures every server once per number of streams and round, in an order that rotates with the
@@ -134,16 +153,8 @@ fn measure(setting: &ExperimentSetting, report: &mut Report, servers: &[SecureSe
             "rounds": setting.rounds(),
         }),
     );
-    let load = |streams: u32, duration: Duration| StreamLoad {
-        host: HOST.into(),
-        path: "/1k.bin".into(),
-        body_bytes: BODY_BYTES.into(),
-        connections: streams / STREAMS_PER_CONNECTION,
-        streams_per_connection: STREAMS_PER_CONNECTION,
-        duration,
-    };
     for server in servers {
-        let outcome = h2load::run(server.address, &load(100, Duration::from_secs(1)))?;
+        let outcome = h2load::run(server.address, &stream_load(100, Duration::from_secs(1)))?;
         ensure!(
             outcome.errors == 0.0,
             "{}: {} errors before anything is measured",
@@ -155,10 +166,10 @@ fn measure(setting: &ExperimentSetting, report: &mut Report, servers: &[SecureSe
         for (case, streams) in STREAMS {
             let order = if round.is_multiple_of(2) { [0, 1] } else { [1, 0] };
             for server in order.map(|index| &servers[index]) {
-                let cpu = server.server.process.cpu_seconds();
-                let outcome = h2load::run(server.address, &load(streams, duration))
+                let cpu = server.server.cpu_seconds();
+                let outcome = h2load::run(server.address, &stream_load(streams, duration))
                     .with_context(|| format!("{} with {streams} streams", server.name))?;
-                let cpu = server.server.process.cpu_seconds() - cpu;
+                let cpu = server.server.cpu_seconds() - cpu;
                 report.sample(round, case, server.name, "rps", outcome.rps);
                 report.sample(round, case, server.name, "errors", outcome.errors);
                 report.sample(round, case, server.name, "cpu_us_per_request", cpu * 1e6 / outcome.requests);

@@ -84,10 +84,10 @@ pub fn interleave(
             let turns = round % order.len();
             order.rotate_left(turns);
             for (variant, server) in order {
-                let cpu = server.process.cpu_seconds();
+                let cpu = server.cpu_seconds();
                 let outcome = load::run(server.address, &case.target, load)
                     .with_context(|| format!("{variant} doing {}", case.name))?;
-                report.outcome(round, case.name, variant, &outcome, server.process.cpu_seconds() - cpu);
+                report.outcome(round, case.name, variant, &outcome, server.cpu_seconds() - cpu);
             }
         }
         eprintln!("round {} of {} done", round + 1, setting.rounds());

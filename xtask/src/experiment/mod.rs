@@ -6,6 +6,7 @@
 mod admission;
 mod cell_cost;
 mod cluster;
+mod front;
 mod h2;
 pub mod harness;
 mod instances;

@@ -24,7 +24,7 @@ use crate::server::{StartProbe, TestServer, nginx, phpfpm};
 const WORKERS_PER_CORE: usize = 2;
 
 /// More than there are workers, so that all of them are always busy and some requests wait.
-const CONNECTIONS: u32 = 16;
+pub const CONNECTIONS: u32 = 16;
 
 /// nagaya's default for the requests of one worker's life; php-fpm gets the same.
 const REQUESTS_PER_WORKER: u32 = 100_000;
@@ -41,51 +41,74 @@ const GOALS: [Goal; 2] = [
     Goal { key: "ratio_trivial", bound: Bound::AtLeast(1.0), aim: 1.1 },
 ];
 
+/// Both sides, over the same files.
+pub struct PhpPair {
+    nagaya: TestServer,
+    nginx: TestServer,
+    workers: u32,
+}
+
+impl PhpPair {
+    pub fn start(setting: &ExperimentSetting, dir: &Path) -> Result<Self> {
+        let tree = dir.join("wiki");
+        fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
+        dokuwiki::create(&tree, UID_BASE)?;
+        let script = tree.join("hello.php");
+        fs::write(&script, format!("<?php\necho {:?};\n", HELLO)).context("writing the trivial script")?;
+        content::give(&script, UID_BASE)?;
+
+        let workers = u32::try_from(facts::cores() * WORKERS_PER_CORE).context("number of workers")?;
+        let probe = StartProbe { host: HOST.into(), path: PAGE.into() };
+        let fpm = phpfpm::start(dir, UID_BASE, workers, REQUESTS_PER_WORKER)?;
+        let mut nginx = nginx::php(dir, &tree, &fpm.socket, &probe)?;
+        nginx.behind = Some(fpm.process);
+        Ok(Self { nagaya: nagaya(setting, (dir, &tree), workers, &probe)?, nginx, workers })
+    }
+
+    /// A page and a script of one line.
+    pub fn cases(&self) -> Vec<ExperimentCase<'_>> {
+        let servers = vec![(VARIANTS[0], &self.nagaya), (VARIANTS[1], &self.nginx)];
+        let target =
+            |path: &str, body_bytes| LoadTarget { hosts: vec![HOST.into()], path: path.into(), body_bytes };
+        // Both respond in chunks, whose sizes are between the bytes.
+        let hello = HELLO.len() as u64..=HELLO.len() as u64 + 16;
+        vec![
+            ExperimentCase { name: "page", target: target(PAGE, PAGE_BYTES), servers: servers.clone() },
+            ExperimentCase { name: "trivial", target: target("/hello.php", hello), servers },
+        ]
+    }
+}
+
 pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("php");
-    let tree = setting.dir().join("wiki");
-    fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
-    dokuwiki::create(&tree, UID_BASE)?;
-    let script = tree.join("hello.php");
-    fs::write(&script, format!("<?php\necho {:?};\n", HELLO)).context("writing the trivial script")?;
-    content::give(&script, UID_BASE)?;
-
-    let workers = u32::try_from(facts::cores() * WORKERS_PER_CORE).context("number of workers")?;
-    let probe = StartProbe { host: HOST.into(), path: PAGE.into() };
-    let fpm = phpfpm::start(setting.dir(), UID_BASE, workers, REQUESTS_PER_WORKER)?;
-    let nginx = nginx::php(setting.dir(), &tree, &fpm.socket, &probe)?;
-    let nagaya = nagaya(setting, &tree, workers, &probe)?;
-
-    let servers = vec![(VARIANTS[0], &nagaya), (VARIANTS[1], &nginx)];
-    let target =
-        |path: &str, body_bytes| LoadTarget { hosts: vec![HOST.into()], path: path.into(), body_bytes };
-    // Both respond in chunks, whose sizes are between the bytes.
-    let hello = HELLO.len() as u64..=HELLO.len() as u64 + 16;
-    let cases = vec![
-        ExperimentCase { name: "page", target: target(PAGE, PAGE_BYTES), servers: servers.clone() },
-        ExperimentCase { name: "trivial", target: target("/hello.php", hello), servers },
-    ];
+    let pair = PhpPair::start(setting, setting.dir())?;
     let load = LoadSettings { connections: CONNECTIONS, ..setting.load() };
-    interleave(&mut report, setting, &load, &cases)?;
-    drop(cases);
+    interleave(&mut report, setting, &load, &pair.cases())?;
 
-    report.note("workers", json!(workers));
+    report.note("workers", json!(pair.workers));
     report.note("opcache", json!("as packaged, for both"));
     for (case, key) in [("page", "page"), ("trivial", "trivial")] {
         report.set(format!("ratio_{key}"), report.ratio(case, VARIANTS[0], VARIANTS[1], "rps")?);
         report.set(format!("p99_ratio_{key}"), report.ratio(case, VARIANTS[0], VARIANTS[1], "p99_ms")?);
+        let cpu = report.ratio(case, VARIANTS[0], VARIANTS[1], "cpu_us_per_request")?;
+        report.set(format!("cpu_ratio_{key}"), cpu);
         report.set(format!("nagaya_{key}_rps"), report.median(case, VARIANTS[0], "rps")?);
         report.set(format!("nginx_fpm_{key}_rps"), report.median(case, VARIANTS[1], "rps")?);
     }
-    report.set("nagaya_rss_mb", nagaya.process.memory_mib()?);
-    report.set("nginx_fpm_rss_mb", nginx.process.memory_mib()? + fpm.process.memory_mib()?);
+    report.set("nagaya_rss_mb", pair.nagaya.memory_mib()?);
+    report.set("nginx_fpm_rss_mb", pair.nginx.memory_mib()?);
     let chart = chart(&report);
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn nagaya(setting: &ExperimentSetting, tree: &Path, workers: u32, probe: &StartProbe) -> Result<TestServer> {
+fn nagaya(
+    setting: &ExperimentSetting,
+    (dir, tree): (&Path, &Path),
+    workers: u32,
+    probe: &StartProbe,
+) -> Result<TestServer> {
     let settings = NagayaSettings { php_workers: workers, ..NagayaSettings::default() };
-    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", settings)?;
+    let node = NagayaNode::create(&setting.program, dir, "nagaya", settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     let tenant = json!({"tenant": {"name": "wiki", "uid": UID_BASE, "gid": UID_BASE, "home": tree}});
     let site = json!({"site": {

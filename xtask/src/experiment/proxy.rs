@@ -4,6 +4,7 @@
 //! Not here: the other experiments.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use serde_json::json;
@@ -32,26 +33,17 @@ const GOALS: [Goal; 3] = [
 pub fn run(setting: &ExperimentSetting) -> Result<()> {
     let mut report = Report::new("proxy");
     let dir = setting.dir();
-    let root = dir.join("application");
-    fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
-    fs::write(root.join("large"), vec![b'x'; LARGE_BYTES]).context("writing the larger body")?;
-
-    let backend = nginx::backend(&dir.join("backend"), &root, &"x".repeat(SMALL_BYTES))?;
-    let nagaya = nagaya(setting, &backend)?;
+    let backend = start_backend(dir)?;
+    let nagaya = start_nagaya(setting, dir, &backend)?;
     let nginx = nginx::proxy(&dir.join("front"), backend.address)?;
     let haproxy = haproxy::proxy(dir, backend.address)?;
 
     let servers = vec![("nagaya", &nagaya), ("nginx", &nginx), ("haproxy", &haproxy)];
-    let target = |path: &str, bytes: usize| LoadTarget {
-        hosts: vec![HOST.into()],
-        path: path.into(),
-        body_bytes: bytes as u64..=bytes as u64,
-    };
     // The last one is the backend by itself: the ceiling of every proxy before it.
     let mut small = servers.clone();
     small.push(("backend", &backend));
     let cases = vec![
-        ExperimentCase { name: "small", target: target("/small", SMALL_BYTES), servers: small },
+        ExperimentCase { name: "small", target: small_target(), servers: small },
         ExperimentCase { name: "64k", target: target("/large", LARGE_BYTES), servers },
     ];
     interleave(&mut report, setting, &setting.load(), &cases)?;
@@ -63,15 +55,33 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
     );
     summarise(&mut report)?;
     for (name, server) in [("nagaya", &nagaya), ("nginx", &nginx), ("haproxy", &haproxy)] {
-        report.set(format!("{name}_rss_mb"), server.process.memory_mib()?);
+        report.set(format!("{name}_rss_mb"), server.memory_mib()?);
     }
     let chart = chart(&report);
     report.write(&setting.out, &chart, &GOALS)
 }
 
-fn nagaya(setting: &ExperimentSetting, backend: &TestServer) -> Result<TestServer> {
+fn target(path: &str, bytes: usize) -> LoadTarget {
+    LoadTarget { hosts: vec![HOST.into()], path: path.into(), body_bytes: bytes as u64..=bytes as u64 }
+}
+
+/// Returns the request for the small response.
+pub fn small_target() -> LoadTarget {
+    target("/small", SMALL_BYTES)
+}
+
+/// Starts the application behind all proxies.
+pub fn start_backend(dir: &Path) -> Result<TestServer> {
+    let root = dir.join("application");
+    fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
+    fs::write(root.join("large"), vec![b'x'; LARGE_BYTES]).context("writing the larger body")?;
+    nginx::backend(&dir.join("backend"), &root, &"x".repeat(SMALL_BYTES))
+}
+
+/// Starts a node in `dir` that is a proxy before the application.
+pub fn start_nagaya(setting: &ExperimentSetting, dir: &Path, backend: &TestServer) -> Result<TestServer> {
     use std::io::Write as _;
-    let node = NagayaNode::create(&setting.program, setting.dir(), "nagaya", NagayaSettings::default())?;
+    let node = NagayaNode::create(&setting.program, dir, "nagaya", NagayaSettings::default())?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     let tenant = json!({"tenant": {"name": "applications", "uid": UID_BASE, "gid": UID_BASE}});
     let site = json!({"site": {

@@ -9,14 +9,15 @@ use rustix::fs::{Mode, chmod};
 
 use super::harness::ExperimentSetting;
 use super::{
-    admission, cell_cost, cluster, h2, instances, isolation, php, proxy, rule_cost, sites_scale, slow,
+    admission, cell_cost, cluster, front, h2, instances, isolation, php, proxy, rule_cost, sites_scale, slow,
     static_files,
 };
 use crate::{huge_pages, interrupt, workspace};
 
 type Experiment = fn(&ExperimentSetting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 32] = [
+const EXPERIMENTS: [(&str, Experiment); 33] = [
+    ("front", front::run),
     ("static", static_files::run),
     ("h2", h2::run),
     ("proxy", proxy::run),

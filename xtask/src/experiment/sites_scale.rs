@@ -76,7 +76,7 @@ fn measure(
     let server = node.start(&probe)?;
     report.sample(round, "import", name, "seconds", import.as_secs_f64());
     report.sample(round, "start", name, "seconds", server.started_in.as_secs_f64());
-    report.sample(round, "memory", name, "mib", server.process.memory_mib()?);
+    report.sample(round, "memory", name, "mib", server.memory_mib()?);
     report.sample(round, "lookup", name, "microseconds", lookup(&server, sites)?);
     for change in 0..CHANGES {
         let live = change_until_live(&node, &server, sites, round * CHANGES + change)?;

@@ -2,6 +2,8 @@
 //!
 //! Not here: the other experiments.
 
+use std::path::Path;
+
 use anyhow::Result;
 use serde_json::json;
 
@@ -72,7 +74,7 @@ fn start(
         Ok((name, apache::sites(dir, population, mpm, form)?))
     };
     Ok(FileField {
-        nagaya: nagaya(setting, "nagaya", population, false)?,
+        nagaya: start_nagaya(setting, (dir, "nagaya"), population, NagayaSettings::default())?,
         nginx_blocks: nginx::sites(&dir.join("blocks"), population, NginxForm::Blocks, false)?,
         nginx_names: nginx::sites(&dir.join("names"), population, NginxForm::Names, false)?,
         apache: vec![
@@ -80,24 +82,24 @@ fn start(
             apache(APACHE[1], ApacheMpm::Event, apache::ApacheForm::VirtualHosts)?,
             apache(APACHE_ALIAS, ApacheMpm::Prefork, apache::ApacheForm::Alias)?,
         ],
-        nagaya_logged: nagaya(setting, "nagaya-logged", logged, true)?,
+        nagaya_logged: start_nagaya(
+            setting,
+            (dir, "nagaya-logged"),
+            logged,
+            NagayaSettings { log: true, ..NagayaSettings::default() },
+        )?,
         nginx_logged: nginx::sites(&dir.join("logged"), logged, NginxForm::Blocks, true)?,
     })
 }
 
-/// Starts a node with the population, imported before it starts.
-fn nagaya(
+/// Starts a node of this name with the population, imported before it starts.
+pub fn start_nagaya(
     setting: &ExperimentSetting,
-    name: &str,
+    (dir, name): (&Path, &str),
     population: &SitePopulation,
-    log: bool,
+    settings: NagayaSettings,
 ) -> Result<TestServer> {
-    let node = NagayaNode::create(
-        &setting.program,
-        setting.dir(),
-        name,
-        NagayaSettings { log, ..NagayaSettings::default() },
-    )?;
+    let node = NagayaNode::create(&setting.program, dir, name, settings)?;
     let (path, writer) = node.records("sites.jsonl")?;
     population.write_records(writer)?;
     node.import(&path)?;
@@ -171,12 +173,12 @@ fn summarise(report: &mut Report, field: &FileField) -> Result<()> {
     report.set("nginx_cpu_us_per_request", report.median("hello", nginx, "cpu_us_per_request")?);
 
     let nginx_server = if nginx == NGINX[0] { &field.nginx_blocks } else { &field.nginx_names };
-    report.set("nagaya_rss_mb", field.nagaya.process.memory_mib()?);
-    report.set("nginx_rss_mb", nginx_server.process.memory_mib()?);
-    report.set("nginx_names_rss_mb", field.nginx_names.process.memory_mib()?);
-    report.set("apache_rss_mb", field.apache[0].1.process.memory_mib()?);
+    report.set("nagaya_rss_mb", field.nagaya.memory_mib()?);
+    report.set("nginx_rss_mb", nginx_server.memory_mib()?);
+    report.set("nginx_names_rss_mb", field.nginx_names.memory_mib()?);
+    report.set("apache_rss_mb", field.apache[0].1.memory_mib()?);
     for (name, server) in &field.apache {
-        report.set(format!("{}_rss_mb", name.replace('-', "_")), server.process.memory_mib()?);
+        report.set(format!("{}_rss_mb", name.replace('-', "_")), server.memory_mib()?);
     }
     report.set("nagaya_start_s", field.nagaya.started_in.as_secs_f64());
     report.set("nginx_start_s", field.nginx_blocks.started_in.as_secs_f64());

@@ -33,6 +33,8 @@ pub const OPEN_FILES_MAX: u32 = 65_536;
 pub struct TestServer {
     pub address: SocketAddr,
     pub process: RunningProcess,
+    /// A program that it hands requests to, which counts as a part of it.
+    pub behind: Option<RunningProcess>,
     /// From starting the program to its first right response.
     pub started_in: Duration,
 }
@@ -58,7 +60,18 @@ impl TestServer {
         process.wait_until(START_MAX, || {
             crate::http::get(address, &probe.host, &probe.path).is_ok_and(|(status, _)| status == 200)
         })?;
-        Ok(Self { address, process, started_in: begun.elapsed() })
+        Ok(Self { address, process, behind: None, started_in: begun.elapsed() })
+    }
+
+    /// Returns the CPU time used so far by all its processes.
+    pub fn cpu_seconds(&self) -> f64 {
+        self.process.cpu_seconds() + self.behind.as_ref().map_or(0.0, RunningProcess::cpu_seconds)
+    }
+
+    /// Returns the memory of all its processes.
+    pub fn memory_mib(&self) -> Result<f64> {
+        let behind = self.behind.as_ref().map_or(Ok(0.0), RunningProcess::memory_mib)?;
+        Ok(self.process.memory_mib()? + behind)
     }
 }
 

@@ -60,10 +60,10 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
         let gate = gate_us()?;
         report.sample(round, "gate", "nagaya", "us_per_request", gate);
         for (case, target) in &cases {
-            let before = server.process.cpu_seconds();
+            let before = server.cpu_seconds();
             let outcome =
                 load::run(server.address, target, &load).with_context(|| format!("doing {case}"))?;
-            let spent = server.process.cpu_seconds() - before;
+            let spent = server.cpu_seconds() - before;
             let request = spent * 1e6 / outcome.requests;
             report.outcome(round, case, "nagaya", &outcome, spent);
             report.sample(round, case, "nagaya", "ratio", (request - gate) / request);

@@ -11,13 +11,14 @@ use serde_json::json;
 
 use crate::content::population::{HELLO, SitePopulation};
 use crate::experiment::harness::{ExperimentCase, ExperimentSetting, interleave};
+use crate::experiment::static_files;
 use crate::load::LoadTarget;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
+use crate::server::TestServer;
 use crate::server::apache::{self, ApacheMpm};
-use crate::server::nagaya::{NagayaNode, NagayaSettings};
+use crate::server::nagaya::NagayaSettings;
 use crate::server::nginx::{self, NginxForm};
-use crate::server::{StartProbe, TestServer};
 use crate::workspace;
 
 const SITES: usize = 100_000;
@@ -71,8 +72,7 @@ fn start(
     population: &SitePopulation,
 ) -> Result<Vec<(&'static str, TestServer)>> {
     let dir = setting.dir();
-    let figure = workspace::root().join(FIGURE);
-    let figure = fs::read_to_string(&figure).with_context(|| format!("reading {}", figure.display()))?;
+    let figure = read_figure()?;
     let rules = |text: &str| vec![("access_checker", text.to_owned())];
     let no_receipts = "[receipts]\nkeep = 0\n".to_owned();
     let variants = [
@@ -83,18 +83,19 @@ fn start(
     ];
     let mut all = Vec::new();
     for (variant, name, settings) in variants {
-        let node = NagayaNode::create(&setting.program, dir, name, settings)?;
-        let (path, writer) = node.records("sites.jsonl")?;
-        population.write_records(writer)?;
-        node.import(&path)?;
-        let probe = StartProbe { host: population.host(population.count / 2), path: "/hello.txt".into() };
-        all.push((variant, node.start(&probe)?));
+        all.push((variant, static_files::start_nagaya(setting, (dir, name), population, settings)?));
     }
     all.push((NGINX[0], nginx::sites(&dir.join("blocks"), population, NginxForm::Blocks, false)?));
     all.push((NGINX[1], nginx::sites(&dir.join("names"), population, NginxForm::Names, false)?));
     all.push((APACHE, apache::sites(dir, population, ApacheMpm::Prefork, apache::ApacheForm::VirtualHosts)?));
     all.push((APACHE_ALIAS, apache::sites(dir, population, ApacheMpm::Prefork, apache::ApacheForm::Alias)?));
     Ok(all)
+}
+
+/// Reads the rule that attaches every request.
+pub fn read_figure() -> Result<String> {
+    let figure = workspace::root().join(FIGURE);
+    fs::read_to_string(&figure).with_context(|| format!("reading {}", figure.display()))
 }
 
 fn summarise(report: &mut Report) -> Result<()> {

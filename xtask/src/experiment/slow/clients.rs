@@ -105,7 +105,7 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
         // Workers of PHP are started when they are needed.
         ask(&question(&server, tenant, path), 32, 400)?;
     }
-    let memory = server.process.memory_mib()?;
+    let memory = server.memory_mib()?;
     let kernel = kernel_kib();
     for round in 0..rounds {
         measure_others(&mut report, round, VARIANTS[0], &server, window)?;
@@ -113,7 +113,7 @@ pub fn run(setting: &ExperimentSetting) -> Result<()> {
         lines.wait_flowing(FLOWING_MAX)?;
         measure_others(&mut report, round, VARIANTS[1], &server, window)?;
         let each = |kib: f64| kib / to_float(UPLOADS + DOWNLOADS);
-        let more = (server.process.memory_mib()? - memory) * 1024.0;
+        let more = (server.memory_mib()? - memory) * 1024.0;
         report.sample(round, "memory", VARIANTS[1], "memory_kib_each", each(more));
         report.sample(round, "memory", VARIANTS[1], "sockets_kib_each", each(kernel_kib() - kernel));
         let tally = lines.stop()?;
