@@ -5,6 +5,7 @@
 //! sockets and its files. Not here: the tests themselves (`tests/`), house style (`tests/tidy.rs`, `tests/house.rs`).
 
 pub mod backend;
+pub mod calls;
 pub mod client;
 pub mod cluster;
 pub mod corpus;

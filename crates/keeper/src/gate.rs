@@ -30,6 +30,7 @@ mod scripts;
 use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -42,7 +43,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::sync::mpsc;
 use tokio::task::{LocalSet, spawn_blocking, spawn_local};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::cells::CpuDemand;
 use crate::{fault, sched_slice, sys};
@@ -183,7 +184,8 @@ async fn keep_open(passage: GatedWorker, times: PassageTimes) {
     let opened = QuietStream::new(edge).and_then(|edge| Ok((edge, QuietStream::new(worker)?)));
     let closed = match opened {
         Ok((edge, worker)) => {
-            let mut passage = OpenPassage { edge, door: &door, rule: &rule, times };
+            let share_end = Box::pin(sleep(SHARE_KEPT));
+            let mut passage = OpenPassage { edge, door: &door, rule: &rule, times, share_end };
             let closed = passage.pass_requests(worker).await;
             tell_not_begun(&passage.edge, &closed);
             closed
@@ -226,6 +228,9 @@ struct OpenPassage<'a> {
     door: &'a OwnedFd,
     rule: &'a ScriptRule,
     times: PassageTimes,
+    /// When the worker may give up its share. One timer for all requests: a new one for each would
+    /// wake the thread each time, because none is due before it.
+    share_end: Pin<Box<Sleep>>,
 }
 
 impl OpenPassage<'_> {
@@ -251,16 +256,17 @@ impl OpenPassage<'_> {
     }
 
     async fn pass_request(
-        &self,
+        &mut self,
         worker: &QuietStream,
         seen: &mut SeenScripts,
         incoming: &mut BytesMut,
     ) -> Result<WorkerReuse, CloseReason> {
-        let &Self { ref edge, rule, times, .. } = self;
+        let Self { edge, rule, times, share_end, .. } = self;
+        let (edge, rule, times) = (&*edge, *rule, *times);
         let mut opening = tokio::select! {
             biased;
             opening = read_opening(edge, worker, incoming) => opening?,
-            reason = self.give_up_share() => return Err(reason),
+            reason = give_up_share(rule, share_end.as_mut()) => return Err(reason),
         };
         let body = opening.body_len()?;
         if !check(rule, seen, &opening).await? {
@@ -289,13 +295,19 @@ impl OpenPassage<'_> {
         exchange.run(incoming).await?;
         Ok(next)
     }
+}
 
-    /// Gives up the share of a worker that has no request for a while. Never returns.
-    async fn give_up_share(&self) -> CloseReason {
-        sleep(SHARE_KEPT).await;
-        self.rule.claim(CpuDemand::Nothing);
-        std::future::pending().await
+/// Gives up the share of a worker that has no request for a while. Never returns.
+async fn give_up_share(rule: &ScriptRule, mut share_end: Pin<&mut Sleep>) -> CloseReason {
+    let due = Instant::now() + SHARE_KEPT;
+    share_end.as_mut().await;
+    if Instant::now() < due {
+        // It was set for an earlier request.
+        share_end.as_mut().reset(due);
+        share_end.await;
     }
+    rule.claim(CpuDemand::Nothing);
+    std::future::pending().await
 }
 
 /// Reports to the worker that its client has left, like a web server that closes its connection.

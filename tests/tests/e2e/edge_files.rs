@@ -5,13 +5,13 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use nagaya_tests::backend::Backend;
+use nagaya_tests::calls::count_calls;
 use nagaya_tests::client::Connection;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::{Builder, World};
@@ -473,28 +473,8 @@ fn the_time_costs_no_system_call(world: &World) {
         assert_eq!(connection.response().expect(200).text(), "counted");
     };
     ask();
-    let table = world.path("calls");
-    let mut strace = Command::new("strace")
-        .args(["-f", "-c", "-o"])
-        .arg(&table)
-        .args(["-p", &world.pid_of("edge").to_string()])
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("strace runs");
-    // It says so once it sees the calls of all threads.
-    let mut said = BufReader::new(strace.stderr.take().expect("it is a pipe"));
-    let mut line = String::new();
-    while !line.contains("attached") {
-        assert_ne!(said.read_line(&mut line).expect("it is read"), 0, "strace ended: {line}");
-    }
-    (0..REQUESTS).for_each(|_| ask());
-    machine::signal(i32::try_from(strace.id()).expect("a process number"), "INT");
-    strace.wait().expect("it ends");
-    let table = fs::read_to_string(&table).expect("it has written");
-    let calls = |name: &str| -> usize {
-        let row = table.lines().find(|row| row.split_whitespace().last() == Some(name));
-        row.and_then(|row| row.split_whitespace().nth(3)?.parse().ok()).unwrap_or(0)
-    };
-    assert!(calls("recvfrom") >= REQUESTS, "{table}");
-    assert!(calls("clock_gettime") < REQUESTS / 4, "{table}");
+    let calls = count_calls(world.pid_of("edge"), &world.path("calls"), || (0..REQUESTS).for_each(|_| ask()));
+    let count = |name: &str| calls.get(name).copied().unwrap_or(0);
+    assert!(count("recvfrom") >= REQUESTS, "{calls:?}");
+    assert!(count("clock_gettime") < REQUESTS / 4, "{calls:?}");
 }

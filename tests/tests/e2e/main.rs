@@ -53,6 +53,7 @@ mod slow_programs;
 mod smuggling;
 mod starved;
 mod static_files;
+mod system_calls;
 mod tenants;
 mod tls;
 mod told;
@@ -132,6 +133,7 @@ fn main() -> ExitCode {
         etcd_trust::SUITE,
         failures::SUITE,
         starved::SUITE,
+        system_calls::SUITE,
         lab::SUITE,
         icmp::SUITE,
         partitions::SUITE,
