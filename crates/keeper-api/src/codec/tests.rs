@@ -247,7 +247,7 @@ proptest! {
 }
 
 #[tokio::test]
-async fn messages_without_room_wait_for_the_reader_and_share_one_watch() {
+async fn messages_without_room_wait_and_share_one_watch() {
     let (ours, theirs) = pair();
     rustix::io::ioctl_fionbio(&ours, true).unwrap();
     let ours = MessageSocket::new(ours).unwrap();

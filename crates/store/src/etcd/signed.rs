@@ -10,8 +10,8 @@
 //! with a label each and the cluster's name.
 //!
 //! The sequence is a revision of etcd that the writer knew. After a later value of the same key was
-//! seen, a value that was put there since is refused. One that was there before is not: the reply to
-//! a read may come after news of a later change. A value is also refused if it is more than
+//! seen, a value that was put there since is refused. One that was there before is not: the reply
+//! to a read may come after news of a later change. A value is also refused if it is more than
 //! [`GAP_MAX`] revisions older than the write that put it there.
 //!
 //! Not here: which keys are signed (`keys`), from when on unsigned values do not count (`raise`,

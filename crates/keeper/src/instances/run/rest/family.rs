@@ -65,8 +65,9 @@ struct ThreadWork {
 }
 
 impl ThreadWork {
-    /// Whether it has run since then for as long as it wants, or for long enough. One that has slept
-    /// and waits for a CPU may have slept on its way out of the freeze, before it did anything.
+    /// Whether it has run since then for as long as it wants, or for long enough. One that has
+    /// slept and waits for a CPU may have slept on its way out of the freeze, before it did
+    /// anything.
     fn has_run_since(self, before: Self) -> bool {
         self.is_asleep && self.sleeps > before.sleeps || self.ticks >= before.ticks + TICKS_MIN
     }
