@@ -1,9 +1,12 @@
-//! `./dev experiment --report`: makes `docs/measurements.md` from the files of experiments.
+//! `./dev experiment --report`: makes `docs/measurements.md` and README's table of numbers from the
+//! files of experiments.
 //!
 //! With `--from DIR`, results of experiments below DIR are taken into `docs/measurements` first.
-//! Not here: how a result becomes a stored file (`stored`), and the form of the page (`page`).
+//! Not here: how a result becomes a stored file (`stored`), and the form of the page (`page`) and
+//! of README's table (`readme`).
 
 mod page;
+mod readme;
 mod stored;
 
 use std::collections::BTreeMap;
@@ -17,6 +20,7 @@ use crate::workspace;
 
 /// The generated page, and the directory of its sources: one file for each experiment.
 const PAGE: &str = "docs/measurements.md";
+const README: &str = "README.md";
 const SOURCES: &str = "docs/measurements";
 
 /// Directories that are searched one within the other: `DIR/static-new/static.json`.
@@ -39,10 +43,17 @@ pub fn run(arguments: &[String]) -> Result<()> {
     write_page()
 }
 
-/// Writes the page again from the stored files.
+/// Writes the page and README's table again from the stored files.
 pub fn write_page() -> Result<()> {
-    let path = workspace::root().join(PAGE);
-    let text = render_stored(&workspace::root().join(SOURCES))?;
+    let runs = read_stored(&workspace::root().join(SOURCES))?;
+    write_if_new(PAGE, page::render(&runs))?;
+    let path = workspace::root().join(README);
+    let readme = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    write_if_new(README, readme::renew(&readme, &runs)?)
+}
+
+fn write_if_new(name: &str, text: String) -> Result<()> {
+    let path = workspace::root().join(name);
     let is_new = fs::read_to_string(&path).ok().is_none_or(|old| old != text);
     if is_new {
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
@@ -51,15 +62,14 @@ pub fn write_page() -> Result<()> {
     Ok(())
 }
 
-/// Renders the page of all stored runs in `dir`, in the order of their names.
-fn render_stored(dir: &Path) -> Result<String> {
+/// Reads all stored runs in `dir`, in the order of their names.
+fn read_stored(dir: &Path) -> Result<Vec<StoredRun>> {
     let mut runs = BTreeMap::new();
     for path in list_json_files(dir, 1)? {
         let run = StoredRun::read(&path)?;
         runs.insert(run.experiment.clone(), run);
     }
-    let runs: Vec<StoredRun> = runs.into_values().collect();
-    Ok(page::render(&runs))
+    Ok(runs.into_values().collect())
 }
 
 /// Stores the newest result of each experiment beneath `from` in `to`, unless `to` has a newer one.
@@ -113,8 +123,11 @@ mod tests {
     fn the_page_is_what_the_files_say() {
         let root = workspace::root();
         let stored = fs::read_to_string(root.join(PAGE)).unwrap();
-        let rendered = render_stored(&root.join(SOURCES)).unwrap();
-        assert!(stored == rendered, "{PAGE} is out of step: run `./dev experiment --report`");
+        let runs = read_stored(&root.join(SOURCES)).unwrap();
+        assert!(stored == page::render(&runs), "{PAGE} is out of step: run `./dev experiment --report`");
+        let readme = fs::read_to_string(root.join(README)).unwrap();
+        let renewed = readme::renew(&readme, &runs).unwrap();
+        assert!(readme == renewed, "{README} has numbers of no stored run: run `./dev experiment --report`");
     }
 
     #[test]
