@@ -6,7 +6,6 @@
 
 use std::fs;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
@@ -14,7 +13,7 @@ use serde_json::json;
 use crate::content::population::{HELLO, SitePopulation};
 use crate::experiment::harness::{CONNECTIONS, ExperimentCase, ExperimentSetting, interleave};
 use crate::experiment::{h2, isolation, php, proxy, static_files};
-use crate::h2load::{self, HttpVersion, StreamLoad};
+use crate::h2load::{HttpVersion, StreamLoad};
 use crate::http::free_address;
 use crate::load::{LoadSettings, LoadTarget};
 use crate::plot::Chart;
@@ -242,49 +241,25 @@ impl SecureFront {
         Ok(Self { servers: [nagaya, h2::SecureServer { name: NGINX[0], server: nginx, address }] })
     }
 
-    /// Measures every server once per case and round, in an order that rotates with the round.
     fn measure(&self, setting: &ExperimentSetting, report: &mut Report) -> Result<()> {
-        let connections = CONNECTIONS;
+        let duration = setting.load().duration;
+        let http1 = StreamLoad {
+            version: HttpVersion::Http1,
+            connections: CONNECTIONS,
+            streams_per_connection: 1,
+            ..h2::stream_load(CONNECTIONS, duration)
+        };
         let loads = [
-            ("h2, 100 streams", h2::stream_load(100, setting.load().duration)),
-            ("h2, 1,000 streams", h2::stream_load(1_000, setting.load().duration)),
-            (
-                "tls",
-                StreamLoad {
-                    version: HttpVersion::Http1,
-                    connections,
-                    streams_per_connection: 1,
-                    ..h2::stream_load(100, setting.load().duration)
-                },
-            ),
+            ("h2, 100 streams", h2::stream_load(100, duration)),
+            ("h2, 1,000 streams", h2::stream_load(1_000, duration)),
+            ("tls", http1),
         ];
-        for server in &self.servers {
-            for (_, load) in &loads {
-                h2load::run(
-                    server.address,
-                    &StreamLoad { duration: Duration::from_secs(1), ..load.clone() },
-                )?;
-            }
-        }
-        for round in 0..setting.rounds() {
-            for (case, load) in &loads {
-                let order = if round.is_multiple_of(2) { [0, 1] } else { [1, 0] };
-                for server in order.map(|index| &self.servers[index]) {
-                    let cpu = server.server.cpu_seconds();
-                    let outcome = h2load::run(server.address, load)
-                        .with_context(|| format!("{} doing {case}", server.name))?;
-                    let cpu = server.server.cpu_seconds() - cpu;
-                    ensure!(outcome.errors == 0.0, "{}: {} errors doing {case}", server.name, outcome.errors);
-                    report.sample(round, case, server.name, "rps", outcome.rps);
-                    report.sample(
-                        round,
-                        case,
-                        server.name,
-                        "cpu_us_per_request",
-                        cpu * 1e6 / outcome.requests,
-                    );
-                }
-            }
+        h2::interleave_loads(setting, report, &self.servers, &loads)?;
+        for (case, server) in
+            loads.iter().flat_map(|(case, _)| self.servers.iter().map(move |s| (case, s.name)))
+        {
+            let errors = report.sum(case, server, "errors");
+            ensure!(errors == 0.0, "{server}: {errors} errors doing {case}");
         }
         Ok(())
     }

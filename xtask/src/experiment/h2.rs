@@ -140,8 +140,6 @@ pub fn stream_load(streams: u32, duration: Duration) -> StreamLoad {
     }
 }
 
-/// Measures every server once per number of streams and round, in an order that rotates with the
-/// round.
 fn measure(setting: &ExperimentSetting, report: &mut Report, servers: &[SecureServer; 2]) -> Result<()> {
     let duration = setting.load().duration;
     report.note(
@@ -153,22 +151,32 @@ fn measure(setting: &ExperimentSetting, report: &mut Report, servers: &[SecureSe
             "rounds": setting.rounds(),
         }),
     );
+    let loads = STREAMS.map(|(case, streams)| (case, stream_load(streams, duration)));
+    interleave_loads(setting, report, servers, &loads)
+}
+
+/// Measures every server once per load and round, in an order that rotates with the round. Errors
+/// are counted. Those of the first load before the first round end it.
+pub fn interleave_loads(
+    setting: &ExperimentSetting,
+    report: &mut Report,
+    servers: &[SecureServer; 2],
+    loads: &[(&str, StreamLoad)],
+) -> Result<()> {
+    const WARM_UP: Duration = Duration::from_secs(1);
+    let (case, first) = loads.first().context("a load")?;
     for server in servers {
-        let outcome = h2load::run(server.address, &stream_load(100, Duration::from_secs(1)))?;
-        ensure!(
-            outcome.errors == 0.0,
-            "{}: {} errors before anything is measured",
-            server.name,
-            outcome.errors
-        );
+        let outcome = h2load::run(server.address, &StreamLoad { duration: WARM_UP, ..first.clone() })?;
+        let errors = outcome.errors;
+        ensure!(errors == 0.0, "{}: {errors} errors doing {case} before it is measured", server.name);
     }
     for round in 0..setting.rounds() {
-        for (case, streams) in STREAMS {
+        for (case, load) in loads {
             let order = if round.is_multiple_of(2) { [0, 1] } else { [1, 0] };
             for server in order.map(|index| &servers[index]) {
                 let cpu = server.server.cpu_seconds();
-                let outcome = h2load::run(server.address, &stream_load(streams, duration))
-                    .with_context(|| format!("{} with {streams} streams", server.name))?;
+                let outcome = h2load::run(server.address, load)
+                    .with_context(|| format!("{} doing {case}", server.name))?;
                 let cpu = server.server.cpu_seconds() - cpu;
                 report.sample(round, case, server.name, "rps", outcome.rps);
                 report.sample(round, case, server.name, "errors", outcome.errors);

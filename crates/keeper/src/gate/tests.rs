@@ -209,6 +209,15 @@ impl Scene {
         opening.to_vec()
     }
 
+    /// A request without a body, of which the worker has read all.
+    fn begun(&mut self) -> StdStream {
+        let (mut worker, _) = self.listener.accept().unwrap();
+        let opening = opening(&[("SCRIPT_FILENAME", &self.script)]);
+        self.edge.write_all(&opening).unwrap();
+        worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+        worker
+    }
+
     /// All that the edge is still told.
     fn told(mut self) -> Vec<u8> {
         drop(self.listener);
@@ -364,11 +373,7 @@ fn a_worker_reports_no_use_of_its_own() {
     let forged = UsageReport::Known(RequestUsage::default()).record();
     for (behind, expected) in [(&b""[..], UsageReport::Ask.record()), (&forged, Vec::new())] {
         let mut scene = Scene::new();
-        let (mut worker, _) = scene.listener.accept().unwrap();
-        let script = scene.script.clone();
-        let opening = opening(&[("SCRIPT_FILENAME", &script)]);
-        scene.edge.write_all(&opening).unwrap();
-        worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+        let mut worker = scene.begun();
         worker.write_all(&[&end, behind].concat()).unwrap();
         let mut heard = vec![0; end.len() + expected.len()];
         scene.edge.read_exact(&mut heard).unwrap();
@@ -384,11 +389,7 @@ fn a_worker_reports_no_use_of_its_own() {
 #[test]
 fn a_worker_whose_client_has_left_learns_it_when_it_writes() {
     let mut scene = Scene::new();
-    let (mut worker, _) = scene.listener.accept().unwrap();
-    let script = scene.script.clone();
-    let opening = opening(&[("SCRIPT_FILENAME", &script)]);
-    scene.edge.write_all(&opening).unwrap();
-    worker.read_exact(&mut vec![0; opening.len()]).unwrap();
+    let mut worker = scene.begun();
     let said = record(6, b"X-A: 1\r\n\r\nhello");
     worker.write_all(&said).unwrap();
     let mut heard = vec![0; said.len()];

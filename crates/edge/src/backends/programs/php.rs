@@ -82,7 +82,8 @@ impl ResponderLink for ServingWorker {
     /// Gives the worker to others, once the usage of this request is known.
     fn leave(self) {
         let Self { mut lease, due, keeper, after } = self;
-        let PoolWorker { buffer, .. } = lease.worker();
+        let PoolWorker { stream, buffer, .. } = lease.worker();
+        stream.forget_writes();
         match UsageReport::take(buffer) {
             // Nothing may follow it.
             Ok(Some(UsageReport::Known(usage))) if buffer.is_empty() => {
