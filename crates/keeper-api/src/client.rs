@@ -394,9 +394,10 @@ impl KeeperClient {
     }
 
     /// Starts a PHP worker of the site's tenant. It takes scripts of this site until it enters for
-    /// another one.
-    pub async fn spawn_php(&self, site: &SiteName) -> Result<PhpWorker, KeeperCallError> {
-        let (reply, fds, guard) = self.call(Verb::SpawnPhp { site: site.clone() }, SPAWN_TIMEOUT).await?;
+    /// another one. It shares its opcache with the tenant's workers of the same number.
+    pub async fn spawn_php(&self, site: &SiteName, opcache: u64) -> Result<PhpWorker, KeeperCallError> {
+        let verb = Verb::SpawnPhp { site: site.clone(), opcache };
+        let (reply, fds, guard) = self.call(verb, SPAWN_TIMEOUT).await?;
         match (one_of(fds), guard, reply) {
             (Ok(socket), Some(CallGuard::Process(guard)), VerbReply::Spawned { cell, .. }) => {
                 Ok(PhpWorker { socket, guard, cell: cell.into() })

@@ -15,7 +15,7 @@ use crate::root_changes::{RootMark, RootStamp};
 
 /// Version of the protocol, raised when a message changes its meaning. Both ends ship in one
 /// binary. An old edge meets a new keeper only during an upgrade.
-pub const PROTOCOL_VERSION: u32 = 13;
+pub const PROTOCOL_VERSION: u32 = 14;
 
 /// A message from edge to keeper. `tag` comes back in the reply.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,8 +50,9 @@ pub enum Verb {
     /// Starts a PHP worker of this site's tenant, for this connection alone. The site is of kind
     /// php. Reply: `Spawned` with one descriptor, a FastCGI connection. The connection takes only
     /// scripts below this site's root, until the worker enters for another site. The worker waits
-    /// for its first request in a cell below its tenant's.
-    SpawnPhp { site: SiteName },
+    /// for its first request in a cell below its tenant's. Workers with one `opcache` share one, if
+    /// they can.
+    SpawnPhp { site: SiteName, opcache: u64 },
     /// A worker begins to serve a request of this site. The keeper moves it to the cell of the
     /// request, unless it is there already, and sets the request's limits. From then on it takes
     /// scripts of this site. Reply: `Entered`.

@@ -283,9 +283,9 @@ async fn answer(connection: &Rc<EdgeConnection>, verb: Verb) -> Result<(VerbRepl
             let (handle, fds) = verbs.spawn_cgi(&site, script, env, *confinement).await?;
             Ok((connection.lease(handle), fds))
         }
-        Verb::SpawnPhp { site } => {
+        Verb::SpawnPhp { site, opcache } => {
             connection.room_for_process()?;
-            let (handle, fds) = verbs.spawn_php(&site).await?;
+            let (handle, fds) = verbs.spawn_php(&site, opcache).await?;
             Ok((connection.lease(handle), fds))
         }
         Verb::Enter { process, site, confinement } => {

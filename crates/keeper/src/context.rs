@@ -244,7 +244,7 @@ impl KeeperContext {
     ) -> SpawnOrder {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = LogBudget { bytes_max, refills: kind != ProcessKind::Cgi };
-        SpawnOrder { kind, request, label, per_tenant_max, log, journal: None, scripts: None }
+        SpawnOrder { kind, request, label, per_tenant_max, log, journal: None, scripts: None, parent: None }
     }
 
     /// Raises the CPU priority of the site's processes until `until`.

@@ -32,6 +32,7 @@ mod metrics;
 mod netlink;
 mod options;
 mod paths;
+mod php_parent;
 mod process;
 mod relay;
 mod root_mounts;

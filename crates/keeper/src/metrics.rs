@@ -12,7 +12,7 @@ use crate::cells::{CellCounts, KeeperCells};
 use crate::mail::MailTallies;
 
 /// In the order of `process::KINDS`.
-const KIND: LabelDimension = LabelDimension { label: "kind", values: &["cgi", "php", "app"] };
+const KIND: LabelDimension = LabelDimension { label: "kind", values: &["cgi", "php", "php_parent", "app"] };
 
 const LEAF: LabelDimension = LabelDimension { label: "leaf", values: &["made", "reused"] };
 

@@ -34,6 +34,7 @@ use crate::fault::{self, Fault};
 use crate::gate::{ScriptRule, SiteScripts};
 use crate::log::{self, LogBudget, SiteLog};
 use crate::metrics::KeeperMetrics;
+use crate::php_parent::PhpParent;
 use crate::process::process_cell::ProcessCell;
 use crate::workers::ThreadPool;
 
@@ -71,6 +72,8 @@ pub struct SpawnOrder {
     pub journal: Option<Rc<SiteLog>>,
     /// For a PHP worker.
     pub scripts: Option<Arc<ScriptRule>>,
+    /// The parent that makes it, kept while it runs.
+    pub parent: Option<Rc<PhpParent>>,
 }
 
 /// All trees of this keeper.
@@ -103,7 +106,9 @@ pub struct ProcessTree {
     /// The scripts that a PHP worker may be given.
     scripts: Option<Arc<ScriptRule>>,
     /// The enclosure it runs in.
-    _enclosure: Option<Arc<Enclosure>>,
+    enclosure: Option<Arc<Enclosure>>,
+    /// The parent of a PHP worker.
+    parent: Option<Rc<PhpParent>>,
 }
 
 impl ProcessTree {
@@ -163,6 +168,16 @@ impl ProcessRef {
     /// Returns its cell.
     pub fn leaf(&self) -> Arc<Leaf> {
         self.process.stay.leaf()
+    }
+
+    /// Returns its number, for a child of the keeper's.
+    pub fn pid(&self) -> Option<Pid> {
+        self.process.pid
+    }
+
+    /// Returns the enclosure it runs in.
+    pub fn enclosure(&self) -> Option<Arc<Enclosure>> {
+        self.process.enclosure.clone()
     }
 
     /// Sets the time it has after `SIGTERM`, from the next requested end on.
@@ -306,7 +321,8 @@ impl Processes {
             grace: Cell::new(GRACE),
             grace_cut: Rc::default(),
             scripts: order.scripts,
-            _enclosure: started.enclosure,
+            enclosure: started.enclosure,
+            parent: order.parent,
         });
         if let (Some(rule), Some(pid)) = (&process.scripts, process.pid) {
             rule.set_cell(process.stay.leaf(), pid);
@@ -326,6 +342,9 @@ impl Processes {
 
         let mut ending = TreeEnding { process: &process, root: started.root };
         let (end, gone) = ending.run().await;
+        if let Some(parent) = &process.parent {
+            parent.worker_ended(&end.0);
+        }
         let log_end = log.abort_handle();
         if timeout(LOG_TIMEOUT, log).await.is_err() {
             log_end.abort();

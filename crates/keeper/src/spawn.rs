@@ -3,31 +3,32 @@
 //! All of it blocks for up to a millisecond: call it from `workers`. Not here: who may start what
 //! (`verbs`), how long it lives (`process`), the system calls (`sys`).
 
+mod php;
+
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, OsStr};
+use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use nagaya_keeper_api::protocol::FailureKind;
 use nagaya_records::record::App;
 use nagaya_records::{Site, Tenant};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::fs::{CWD, Mode, OFlags};
 use rustix::pipe::PipeFlags;
 
 use crate::cells::Leaf;
 use crate::cgi;
 use crate::enclosure::{Enclosure, Enclosures};
 use crate::fault::{self, Fault};
-use crate::gate::{self, GatedWorker, ScriptGate, ScriptRule};
 use crate::paths::roots;
 use crate::paths::tenant_path::PathOwner;
 use crate::process::{StartedProgram, TreeRoot};
 use crate::sys::{self, ExecPlan, SpawnError, SpawnStep, UnixIdentity};
+
+pub use php::{PhpProgram, PhpStart, php, php_parent};
 
 /// Rights and limits of a program.
 #[derive(Debug, Clone)]
@@ -79,87 +80,6 @@ pub fn cgi(
     })
     .map_err(|error| not_started(&found.path, error))?;
     Ok(StartedProgram { root: TreeRoot::Child(child), log, fds: vec![to_program, from_program], enclosure })
-}
-
-/// Parameters of a PHP worker.
-pub struct PhpStart {
-    pub php_cgi: PathBuf,
-    /// Directory in which its socket has a name for a moment.
-    pub sockets: Arc<OwnedFd>,
-    pub gate: ScriptGate,
-    /// The scripts that it may be given.
-    pub scripts: Arc<ScriptRule>,
-    pub enclosures: Arc<Enclosures>,
-}
-
-/// Settings without which PHP runs another file than the one the gate has checked:
-/// `main/fopen_wrappers.c` and `sapi/cgi/cgi_main.c` of PHP.
-const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d", c"cgi.fix_pathinfo=1"];
-
-/// Starts a PHP worker whose first connection is already made. Its socket has a path only until
-/// then.
-pub fn php(start: &PhpStart, tenant: &Tenant, runner: &RunAs, leaf: &Leaf) -> Result<StartedProgram, Fault> {
-    let PhpStart { php_cgi, sockets, gate, scripts, enclosures } = start;
-    if let Some(scripts) = scripts.get() {
-        scripts.check_root()?;
-    }
-    let enclosure = enclosures.of(tenant, runner.identity)?;
-    let wire = || -> io::Result<_> {
-        let worker = connected_listener(sockets)?;
-        let (log, stderr) = pipe()?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (ours, edges) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        Ok((worker, log, stderr, ours, edges))
-    };
-    let (worker, log, stderr, ours, edges) = wire().map_err(|e| not_wired("php-cgi", &e))?;
-    let ListeningWorker { listener, door, connection } = worker;
-    let program = c_text(php_cgi.as_os_str())?;
-    let mut args: Vec<CString> =
-        std::iter::once(program.as_c_str()).chain(PHP_SETTINGS).map(CStr::to_owned).collect();
-    if let Some(sendmail) = enclosure.as_deref().and_then(Enclosure::sendmail) {
-        args.push(c"-d".to_owned());
-        args.push(cgi::variable("sendmail_path", format!("\"{} -t -i\"", sendmail.display()).as_bytes())?);
-    }
-    let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
-    let mut env = vec![
-        cgi::variable("PATH", cgi::PATH.as_bytes())?,
-        // One process for one connection. The edge decides how many requests it serves.
-        c"PHP_FCGI_CHILDREN=0".to_owned(),
-        c"PHP_FCGI_MAX_REQUESTS=0".to_owned(),
-    ];
-    if let Some(home) = &tenant.home {
-        env.push(cgi::variable("HOME", home.as_os_str().as_bytes())?);
-    }
-    let child = sys::spawn(&ExecPlan {
-        programs: std::slice::from_ref(&program),
-        args: &args,
-        env: &env,
-        directory: &directory,
-        identity: runner.identity,
-        stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
-        listener: None,
-        entrance: leaf.entrance(),
-        namespaces: &namespaces_of(enclosure.as_deref()),
-        open_files_max: runner.open_files_max,
-        filter: enclosures.call_filter(),
-    })
-    .map_err(|error| match (error.step, error.error.kind()) {
-        (SpawnStep::Program, io::ErrorKind::NotFound) => Fault::new(
-            FailureKind::Broken,
-            fault::NO_PHP,
-            format!("there is no {}: install php-cgi, or set its path", php_cgi.display()),
-        ),
-        _ => not_started(php_cgi, error),
-    })?;
-    let root = TreeRoot::Child(child);
-    let whose = tenant.name.to_string();
-    let passage = GatedWorker { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
-    if let Err(error) = gate.open(passage) {
-        // Nothing could be sent to it. Its tree is ended with its cell.
-        let _ = root.kill();
-        return Err(Fault::new(FailureKind::Busy, fault::SPAWN, error.to_string()));
-    }
-    Ok(StartedProgram { root, log, fds: vec![edges], enclosure })
 }
 
 /// The address at which an application is to listen.
@@ -297,44 +217,11 @@ fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
     cgi::PATH.split(':').map(|dir| c_text(Path::new(dir).join(program).as_os_str())).collect()
 }
 
-/// The socket of a worker, with one connection waiting in it.
-struct ListeningWorker {
-    listener: OwnedFd,
-    /// The socket opened as a path, which has no name any more. More connections can be made
-    /// through it.
-    door: OwnedFd,
-    /// The other end of the one connection.
-    connection: OwnedFd,
-}
-
-fn connected_listener(sockets: &OwnedFd) -> io::Result<ListeningWorker> {
-    let mut random = [0; 16];
-    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
-    let name = format!("w{:032x}", u128::from_ne_bytes(random));
-    // Through the directory's descriptor: the path to it may be longer than a socket address can
-    // be.
-    let address = SocketAddrUnix::new(format!("/proc/self/fd/{}/{name}", sockets.as_raw_fd()))?;
-    let socket = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-    let listener = above_stdio(socket(SocketFlags::CLOEXEC)?)?;
-    rustix::net::bind(&listener, &address)?;
-    let connect = || -> io::Result<(OwnedFd, OwnedFd)> {
-        rustix::net::listen(&listener, 1)?;
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let door = rustix::fs::openat(sockets, &name, flags, Mode::empty())?;
-        let connection = gate::connect(&door)?;
-        Ok((door, connection))
-    };
-    let connected = connect();
-    rustix::fs::unlinkat(sockets, &name, AtFlags::empty())?;
-    let (door, connection) = connected?;
-    Ok(ListeningWorker { listener, door, connection })
-}
-
 fn namespaces_of(enclosure: Option<&Enclosure>) -> Vec<BorrowedFd<'_>> {
     enclosure.map(Enclosure::namespaces).unwrap_or_default()
 }
 
-/// Opens a directory that holds sockets, for `php`.
+/// Opens a directory that holds sockets, for PHP workers.
 pub fn open_directory(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(rustix::fs::openat(CWD, path, flags, Mode::empty())?)

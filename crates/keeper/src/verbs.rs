@@ -19,7 +19,7 @@ use nagaya_records::{Backend, Site, SiteName, Tenant};
 use serde_json::{Value, json};
 
 use crate::authority::NO_WARDEN;
-use crate::cells::{CellCounts, CellParent, Leaf};
+use crate::cells::{CellCounts, CellParent, Leaf, ProcessTracking};
 use crate::context::{KeeperContext, SetupError, fresh_directory, same_runner, wrong_kind};
 use crate::enclosure::Enclosures;
 use crate::fault::{self, Fault};
@@ -31,9 +31,10 @@ use crate::options::KeeperConfig;
 use crate::paths::root_watch::RootWatch;
 use crate::paths::roots;
 use crate::paths::tenant_path::{self, PathOwner};
+use crate::php_parent::{PARENTS_PER_TENANT_MAX, ParentBasis, PhpParent, PhpParents};
 use crate::process::{CellRequest, KINDS, ProcessKind, ProcessRef, ProcessTree};
 use crate::root_mounts::RootMounts;
-use crate::spawn::{self, PhpStart};
+use crate::spawn::{self, PhpProgram, PhpStart, RunAs};
 use crate::sys::UnixIdentity;
 use crate::{cgi, confinement, sandbox, server_socket};
 
@@ -49,6 +50,8 @@ pub struct Verbs {
     php_sockets: Arc<OwnedFd>,
     /// Started with the first PHP worker.
     gate: OnceCell<ScriptGate>,
+    /// The parents that make PHP workers.
+    php_parents: PhpParents,
     /// The enclosures in which CGI programs and PHP workers run.
     enclosures: OnceCell<Arc<Enclosures>>,
     root_mounts: Arc<RootMounts>,
@@ -66,6 +69,7 @@ impl Verbs {
             instances: NodeInstances::new(Rc::clone(&context)),
             php_sockets: Arc::new(php_sockets),
             gate: OnceCell::new(),
+            php_parents: PhpParents::default(),
             enclosures: OnceCell::new(),
             root_mounts: Arc::new(RootMounts::new(context.is_root())),
             root_watch: Arc::new(RootWatch::new()),
@@ -328,24 +332,61 @@ impl Verbs {
     }
 
     /// Starts a worker of the site's tenant. It may serve the tenant's other sites later (`enter`).
-    pub async fn spawn_php(&self, name: &SiteName) -> Result<(ProcessRef, Vec<OwnedFd>), Fault> {
+    pub async fn spawn_php(
+        &self,
+        name: &SiteName,
+        opcache: u64,
+    ) -> Result<(ProcessRef, Vec<OwnedFd>), Fault> {
         let (site, tenant) = self.context.site(name)?;
         let scripts = self.scripts_of(&site, &tenant)?;
         let options = self.context.options();
         let runner = self.context.runner(&tenant)?;
         let most = tenant.php_workers.unwrap_or(options.php_workers_per_tenant);
+        let program = PhpProgram { php_cgi: options.php_cgi.clone(), enclosures: self.enclosures() };
         let request = CellRequest::none(CellParent { tenant: Arc::clone(&tenant), site: None, device: None });
+        let parent = self.php_parent((&tenant, opcache), &program, &runner, &request).await?;
         let mut order = self.context.order(ProcessKind::Php, request, tenant.name.to_string(), most);
         let scripts = ScriptRule::new(site.name.clone(), scripts);
         order.scripts = Some(Arc::clone(&scripts));
         let start = PhpStart {
-            php_cgi: options.php_cgi.clone(),
+            program,
+            parent: parent.as_ref().map(|parent| Arc::clone(&parent.channel)),
             sockets: Arc::clone(&self.php_sockets),
             gate: self.gate()?,
             scripts,
-            enclosures: self.enclosures(),
         };
+        order.parent = parent;
         self.context.processes.start(order, move |leaf| spawn::php(&start, &tenant, &runner, leaf)).await
+    }
+
+    /// Returns the parent of the tenant's PHP workers, started if there is none. `None` if its
+    /// workers start without one. Only a cgroup shows which process is a worker of its.
+    async fn php_parent(
+        &self,
+        (tenant, opcache): (&Arc<Tenant>, u64),
+        program: &PhpProgram,
+        runner: &RunAs,
+        request: &CellRequest,
+    ) -> Result<Option<Rc<PhpParent>>, Fault> {
+        if self.context.cells().fence() == ProcessTracking::ProcessGroup {
+            return Ok(None);
+        }
+        let (php_cgi, home, run_as) = (program.php_cgi.clone(), tenant.home.clone(), runner.clone());
+        let basis = self.context.on_worker(move || Ok(ParentBasis::new(opcache, php_cgi, home, &run_as))).await?;
+        let start = async || {
+            let label = tenant.name.to_string();
+            let most = PARENTS_PER_TENANT_MAX;
+            let order = self.context.order(ProcessKind::PhpParent, request.clone(), label, most);
+            let library = self.php_parents.library().map_err(|error| {
+                let message = format!("the library of the parent cannot be opened: {error}");
+                Fault::new(FailureKind::Busy, fault::SPAWN, message)
+            })?;
+            let (program, tenant, runner) = (program.clone(), Arc::clone(tenant), runner.clone());
+            let make = move |leaf: &Leaf| spawn::php_parent(&program, &library, &tenant, &runner, leaf);
+            let (process, fds) = self.context.processes.start(order, make).await?;
+            Ok(PhpParent::new(process, fds, basis.clone()))
+        };
+        Ok(self.php_parents.of(&tenant.name, &basis, start).await)
     }
 
     /// Moves a worker of the site's tenant to the cell of the request. Returns its cell's name.

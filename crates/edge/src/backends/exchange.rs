@@ -21,7 +21,7 @@ use crate::backends::files::script::ProgramKind;
 use crate::backends::instances::InstanceRef;
 use crate::backends::lookup::{FoundHandler, HandlerLookup};
 use crate::backends::programs::instance::InstanceCall;
-use crate::backends::programs::pool::ScriptPlace;
+use crate::backends::programs::pool::paths::ScriptPlace;
 use crate::backends::programs::script::{ProgramOutcome, ProgramScript, ScriptHooks};
 use crate::backends::request_cell::CellConnector;
 use crate::backends::upstream::pool::{Connector, NoConnection, UpstreamAddress, UpstreamSocket};
@@ -222,9 +222,10 @@ async fn from_files(
 
 /// Returns the present location of a script with this path below the root.
 fn place_of(backends: &Backends, root: &DocumentRoot, files: &FileRoot, script: &str) -> ScriptPlace {
+    let looked = backends.programs.path_moment();
     let path = script.rsplit_once('/').map_or("", |(directory, _)| directory);
     let directory = backends.files.directory_of(root, files, script).unwrap_or(root.id());
-    ScriptPlace { root: root.id(), path: path.into(), directory }
+    ScriptPlace { root: root.id(), path: path.into(), directory, looked }
 }
 
 /// Forwards the request to a server that runs already.

@@ -31,7 +31,8 @@ use crate::backends::programs::answer::{ProgramFailure, TimedOutput};
 use crate::backends::programs::environment::{EnvironmentFacts, opening};
 use crate::backends::programs::patience::{ProgramAlarm, ProgramTimeouts, UsageGauge};
 use crate::backends::programs::php::ServingWorker;
-use crate::backends::programs::pool::{PhpPools, PoolWorker, ScriptPlace, WorkerCell, WorkerGuard};
+use crate::backends::programs::pool::paths::ScriptPlace;
+use crate::backends::programs::pool::{PhpPools, PoolWorker, WorkerCell, WorkerGuard};
 use crate::backends::programs::responder::{ErrorLines, FastCgiExchange};
 use crate::backends::programs::response::HeadReader;
 use crate::backends::programs::script::{
@@ -90,6 +91,11 @@ impl ProgramRunner {
     ) -> Self {
         let limits = RefCell::new(options.limits.clone());
         Self { keeper, pools, ledger, limits, after: Rc::default(), metrics }
+    }
+
+    /// Returns the present moment, for a look at a script's path (`ScriptPlace`).
+    pub fn path_moment(&self) -> u64 {
+        self.pools.path_moment()
     }
 
     /// Sets the options. They hold from the next request on.
@@ -163,9 +169,9 @@ impl ProgramRunner {
         let mut body = body;
         self.after.begin();
         // Workers have a queue of their own, without predictions.
-        let lease = self.pools.lease(tenant, || self.start_php(site)).await;
+        let lease = self.pools.lease(tenant, |opcache| self.start_php(site, opcache)).await;
         let mut lease = lease.map_err(|refusal| hooks.explain_refusal(refusal, &head))?;
-        lease.settle(&site.name, place, || self.start_php(site)).await?;
+        lease.settle(&site.name, place, |opcache| self.start_php(site, opcache)).await?;
         let mut workers = 1;
         if self.enter(&mut lease, site, execution).await.is_err() {
             // The worker may have died, or belong to an earlier keeper. That is no fault of the
@@ -211,7 +217,7 @@ impl ProgramRunner {
     ) -> Result<(), Refusal> {
         while *workers < WORKERS_PER_REQUEST_MAX {
             *workers += 1;
-            lease.renew(|| self.start_php(site)).await?;
+            lease.renew(|opcache| self.start_php(site, opcache)).await?;
             match self.enter(lease, site, execution).await {
                 Ok(()) => return Ok(()),
                 // The keeper does not know it any more: this one has ended, too.
@@ -252,10 +258,10 @@ impl ProgramRunner {
         Ok(())
     }
 
-    async fn start_php(&self, site: &Site) -> Result<PoolWorker, Refusal> {
+    async fn start_php(&self, site: &Site, opcache: u64) -> Result<PoolWorker, Refusal> {
         let mut pause = BUSY_PAUSE;
         let started = loop {
-            match self.keeper.spawn_php(&site.name).await {
+            match self.keeper.spawn_php(&site.name, opcache).await {
                 // The keeper counts a worker until nothing of it is left, which is a little
                 // longer than its use.
                 Err(KeeperCallError::Refused { failure: KeeperFailure::Busy, .. })

@@ -30,6 +30,7 @@ mod nat;
 mod outbound;
 mod own_links;
 mod php;
+mod php_parent;
 mod placed;
 mod places;
 mod pressure;
@@ -125,6 +126,7 @@ fn with_root() -> Vec<Fact> {
         calls::ROOT,
         enclosure::ROOT,
         php::ROOT,
+        php_parent::ROOT,
         instances::ROOT,
         logs::ROOT,
         exec::ROOT,

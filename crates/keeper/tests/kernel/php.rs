@@ -62,13 +62,13 @@ fn limited() {
     let world = with_sites(World::new()).start();
     world.run(async |keeper| {
         let alice = site_name("php");
-        let _first = keeper.spawn_php(&alice).await.unwrap();
-        let second = keeper.spawn_php(&alice).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&alice).await), (FailureKind::Busy, 307));
-        keeper.spawn_php(&site_name("bobs")).await.unwrap();
+        let _first = keeper.spawn_php(&alice, 0).await.unwrap();
+        let second = keeper.spawn_php(&alice, 0).await.unwrap();
+        assert_eq!(refusal(keeper.spawn_php(&alice, 0).await), (FailureKind::Busy, 307));
+        keeper.spawn_php(&site_name("bobs"), 0).await.unwrap();
         second.guard.end().await.unwrap();
-        keeper.spawn_php(&alice).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&site_name("none")).await), (FailureKind::NotFound, 301));
+        keeper.spawn_php(&alice, 0).await.unwrap();
+        assert_eq!(refusal(keeper.spawn_php(&site_name("none"), 0).await), (FailureKind::NotFound, 301));
     });
 }
 
@@ -76,7 +76,7 @@ fn not_installed() {
     let world = World::new().with(|options| options.php_cgi = "/does/not/exist/php-cgi".into());
     let world = with_sites(world).start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.spawn_php(&site_name("php")).await), (FailureKind::Broken, 309));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("php"), 0).await), (FailureKind::Broken, 309));
     });
 }
 
@@ -89,7 +89,7 @@ fn for_php_sites_only() {
     world.run(async |keeper| {
         for site in ["cgi", "static", "http"] {
             assert_eq!(
-                refusal(keeper.spawn_php(&site_name(site)).await),
+                refusal(keeper.spawn_php(&site_name(site), 0).await),
                 (FailureKind::Invalid, 302),
                 "{site}"
             );
@@ -228,7 +228,7 @@ impl Php {
 
     /// For this site of hers.
     pub async fn start_for(keeper: &KeeperClient, site: &str) -> Self {
-        let worker = keeper.spawn_php(&site_name(site)).await.unwrap();
+        let worker = keeper.spawn_php(&site_name(site), 0).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
         Self { stream, guard: worker.guard, cell: worker.cell, report: UsageReport::Ask }
     }
@@ -238,7 +238,7 @@ impl Php {
         drop(self);
         let started = async {
             loop {
-                if let Ok(worker) = keeper.spawn_php(&site_name("php")).await {
+                if let Ok(worker) = keeper.spawn_php(&site_name("php"), 0).await {
                     let stream = UnixStream::from_std(worker.socket.into()).unwrap();
                     let report = UsageReport::Ask;
                     return Self { stream, guard: worker.guard, cell: worker.cell, report };

@@ -9,6 +9,7 @@
 //! Not here: the data sent to a worker (`php`), its process (`keeper`).
 
 pub mod handover;
+pub mod paths;
 
 use std::collections::HashMap;
 use std::future::{Future, pending};
@@ -31,7 +32,7 @@ use tokio::runtime;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
-use crate::backends::files::root::DirectoryId;
+use crate::backends::programs::pool::paths::{KnownPaths, OpcacheCount, ScriptPlace};
 use crate::http::refusal::Refusal;
 use crate::metrics::EdgeMetrics;
 use crate::options::EdgeConfig;
@@ -43,10 +44,6 @@ const WORKERS_MAX: u32 = 2048;
 
 /// Maximum number of pools. Only tenants with a worker or a running request need one.
 const POOLS_MAX: usize = 16 * 1024;
-
-/// Maximum number of script directories of one site recorded for a worker. Beyond it, a switched
-/// link is seen when PHP checks again.
-const DIRECTORIES_MAX: usize = 256;
 
 /// Longest and shortest time between two checks of idle workers.
 const SWEEP_MAX: Duration = Duration::from_secs(5);
@@ -65,8 +62,8 @@ pub(super) struct PoolWorker {
     runtime: runtime::Id,
     served: u32,
     idle_since: Instant,
-    /// Directories where it ran scripts of each site, because PHP remembers where paths lead.
-    places: HashMap<SiteName, KnownPlaces>,
+    /// Number of the opcache that it shares.
+    opcache: u64,
     process: Box<dyn WorkerProcess>,
 }
 
@@ -84,21 +81,6 @@ impl WorkerProcess for ProcessGuard {
     fn end(self: Box<Self>) -> EndFuture {
         Box::pin(async move { (*self).end().await.ok() })
     }
-}
-
-/// Location of a script: names, and their present targets.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ScriptPlace {
-    pub root: DirectoryId,
-    /// The script's directory, relative to the root.
-    pub path: Box<str>,
-    pub directory: DirectoryId,
-}
-
-/// The locations of one site's scripts at a worker's first use of them.
-struct KnownPlaces {
-    root: DirectoryId,
-    directories: HashMap<Box<str>, DirectoryId>,
 }
 
 /// The cell in which a worker stays between requests, while they run under the same conditions.
@@ -128,7 +110,7 @@ impl PoolWorker {
             runtime: Handle::current().id(),
             served: 0,
             idle_since: Instant::now(),
-            places: HashMap::new(),
+            opcache: 0,
             process: Box::new(process),
         })
     }
@@ -137,24 +119,6 @@ impl PoolWorker {
     /// unexpected byte. Costs a system call only if something did happen.
     fn is_quiet(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
-    }
-
-    /// Returns whether it remembers no other directory in this one's place. From now on it
-    /// remembers this one.
-    fn knows_place(&mut self, site: &SiteName, place: &ScriptPlace) -> bool {
-        let known = self.places.entry(site.clone());
-        let known = known.or_insert_with(|| KnownPlaces { root: place.root, directories: HashMap::new() });
-        if known.root != place.root {
-            return false;
-        }
-        match known.directories.get(&place.path) {
-            Some(directory) => *directory == place.directory,
-            None if known.directories.len() < DIRECTORIES_MAX => {
-                known.directories.insert(place.path.clone(), place.directory);
-                true
-            }
-            None => true,
-        }
     }
 
     /// Registers the stream with this thread's reactor.
@@ -172,6 +136,7 @@ impl PoolWorker {
 pub struct PhpPools {
     pools: Mutex<HashMap<TenantName, Arc<TenantPool>>>,
     workers: AtomicU32,
+    opcaches: OpcacheCount,
     settings: RwLock<PoolSettings>,
     metrics: Arc<EdgeMetrics>,
 }
@@ -205,6 +170,7 @@ struct PoolState {
     /// Identity with which a worker's process was started. A worker with another one is not used
     /// again.
     account: TenantIds,
+    paths: KnownPaths,
 }
 
 /// Identity of a tenant's processes: their ids, and the network they reach.
@@ -238,14 +204,23 @@ impl PhpPools {
         Arc::new(Self {
             pools: Mutex::default(),
             workers: AtomicU32::new(0),
+            opcaches: OpcacheCount::new(),
             settings: RwLock::new(options.into()),
             metrics,
         })
     }
 
-    /// Sets the options. They hold from the next request on.
+    /// Sets the options. They hold from the next request on. All workers are replaced, because
+    /// PHP's own settings may have changed, too.
     pub fn set_options(&self, options: &EdgeConfig) {
         *self.settings.write() = options.into();
+        let renew = |pool: &Arc<TenantPool>| {
+            let mut state = pool.state.lock();
+            state.paths = KnownPaths::new(&self.opcaches);
+            std::mem::take(&mut state.idle)
+        };
+        let stale: Vec<PoolWorker> = self.pools.lock().values().flat_map(renew).collect();
+        self.end(stale);
     }
 
     fn settings(&self) -> PoolSettings {
@@ -276,15 +251,20 @@ impl PhpPools {
         self.workers.load(Ordering::Relaxed)
     }
 
-    /// Returns a worker of this tenant: an idle one, or one made by `start`. Waits for its turn
-    /// if all are busy.
+    /// Returns the present moment, for looks at paths.
+    pub fn path_moment(&self) -> u64 {
+        self.opcaches.now()
+    }
+
+    /// Returns a worker of this tenant: an idle one, or one made by `start` for the opcache with
+    /// this number. Waits for its turn if all are busy.
     pub(super) async fn lease<S, F>(
         self: &Arc<Self>,
         tenant: &Tenant,
         start: S,
     ) -> Result<WorkerGuard, Refusal>
     where
-        S: FnOnce() -> F,
+        S: FnOnce(u64) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         let account = TenantIds::from(tenant);
@@ -302,7 +282,6 @@ impl PhpPools {
             worker: None,
             turn: Some(turn),
             account,
-            place: None,
             turn_since: Instant::now(),
             pool,
             pools: self.clone(),
@@ -330,7 +309,7 @@ impl PhpPools {
                 return Err(Refusal::Overloaded("too many tenants use PHP at once"));
             }
         }
-        let pool = Arc::new(TenantPool::new(max, account));
+        let pool = Arc::new(TenantPool::new(max, account, &self.opcaches));
         pools.insert(tenant.name.clone(), pool.clone());
         Ok(pool)
     }
@@ -441,11 +420,12 @@ impl Drop for WaitSlot<'_> {
 }
 
 impl TenantPool {
-    fn new(max: u32, account: TenantIds) -> Self {
+    fn new(max: u32, account: TenantIds, opcaches: &OpcacheCount) -> Self {
+        let paths = KnownPaths::new(opcaches);
         Self {
             turns: Arc::new(Semaphore::new(max as usize)),
             waiting: AtomicU32::new(0),
-            state: Mutex::new(PoolState { idle: Vec::new(), max, surplus: 0, account }),
+            state: Mutex::new(PoolState { idle: Vec::new(), max, surplus: 0, account, paths }),
         }
     }
 
@@ -505,8 +485,6 @@ pub(super) struct WorkerGuard {
     worker: Option<PoolWorker>,
     turn: Option<OwnedSemaphorePermit>,
     account: TenantIds,
-    /// Location of the script of the present request.
-    place: Option<Box<(SiteName, ScriptPlace)>>,
     /// Time when it was taken in the common queue. Since then it may have gone from request to
     /// request on one thread.
     turn_since: Instant,
@@ -519,21 +497,26 @@ impl WorkerGuard {
         self.worker.as_mut().expect("a lease has a worker until it is given back")
     }
 
-    /// Ensures a worker that remembers no other directory in the place of the script's.
+    /// Ensures a worker whose opcache remembers no other directory in the place of the script's.
     pub async fn settle<S, F>(&mut self, site: &SiteName, place: ScriptPlace, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce() -> F,
+        S: FnOnce(u64) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
-        let knows_it = self.worker().knows_place(site, &place);
-        self.place = Some(Box::new((site.clone(), place)));
-        if knows_it { Ok(()) } else { self.renew(start).await }
+        let (opcache, stale) = {
+            let mut state = self.pool.state.lock();
+            let is_changed = state.paths.note(site, place, &self.pools.opcaches);
+            let stale = if is_changed { std::mem::take(&mut state.idle) } else { Vec::new() };
+            (state.paths.opcache(), stale)
+        };
+        self.pools.end(stale);
+        if self.worker().opcache == opcache { Ok(()) } else { self.renew(start).await }
     }
 
     /// Ends the worker and starts another one in its place.
     pub async fn renew<S, F>(&mut self, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce() -> F,
+        S: FnOnce(u64) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         self.end_worker();
@@ -542,17 +525,15 @@ impl WorkerGuard {
 
     async fn start<S, F>(&mut self, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce() -> F,
+        S: FnOnce(u64) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         self.pools.count_one()?;
         let counted = CountedWorker(&self.pools);
-        let mut worker = start().await?;
+        let opcache = self.pool.state.lock().paths.opcache();
+        let mut worker = start(opcache).await?;
+        worker.opcache = opcache;
         std::mem::forget(counted);
-        if let Some(of_script) = &self.place {
-            let (site, place) = &**of_script;
-            worker.knows_place(site, place);
-        }
         self.worker = Some(worker);
         self.pools.metrics.php_spawned.add(1);
         Ok(())

@@ -28,7 +28,8 @@ use tokio::sync::mpsc;
 
 use crate::backends::files::root::DirectoryId;
 use crate::backends::programs::ProgramRunner;
-use crate::backends::programs::pool::{PhpPools, ScriptPlace};
+use crate::backends::programs::pool::PhpPools;
+use crate::backends::programs::pool::paths::ScriptPlace;
 use crate::backends::programs::script::{ProgramOutcome, ProgramScript, ScriptHooks, ScriptVariable};
 use crate::http::body_adapters::PolledBody;
 use crate::http::message::{BodyError, ConnInfo, Request, RequestBody, RequestHead, Response, ResponseBody};
@@ -221,7 +222,8 @@ impl Thread {
             "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request, &self.execution()).await,
             _ => {
                 let (root, directory) = (self.root.get(), self.root.get());
-                let whose = (&self.tenant, ScriptPlace { root, path: "".into(), directory });
+                let looked = self.programs.path_moment();
+                let whose = (&self.tenant, ScriptPlace { root, path: "".into(), directory, looked });
                 self.programs.php(&self.site, whose, script, request, (&self.execution(), &NoHooks)).await
             }
         }

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicUsize;
 use nagaya_records::record::ProgramNetwork;
 
 use super::*;
+use crate::backends::files::root::DirectoryId;
 use crate::backends::programs::testing::HANG;
 
 /// A tenant's pools and the other ends of the workers made for it.
@@ -45,7 +46,7 @@ impl World {
     }
 
     async fn lease(&self) -> Result<WorkerGuard, Refusal> {
-        let lease = self.pools.lease(&self.tenant, async || self.start());
+        let lease = self.pools.lease(&self.tenant, async |_| self.start());
         tokio::time::timeout(HANG, lease).await.expect("no turn comes")
     }
 
@@ -129,7 +130,7 @@ async fn a_busy_thread_does_not_keep_a_worker_from_another() {
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let none = async || -> Result<PoolWorker, Refusal> { panic!("there is a worker") };
+                let none = async |_| -> Result<PoolWorker, Refusal> { panic!("there is a worker") };
                 let lease = tokio::time::timeout(HANG, pools.lease(&tenant, none)).await.unwrap().unwrap();
                 let before = served_here.load(Ordering::SeqCst);
                 lease.give_back();
@@ -205,7 +206,7 @@ async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
 async fn a_worker_that_could_not_be_started_takes_no_place() {
     let world = World::new(1, EdgeConfig::default());
     for _ in 0..3 {
-        let failed = world.pools.lease(&world.tenant, async || Err(Refusal::BackendTimeout)).await;
+        let failed = world.pools.lease(&world.tenant, async |_| Err(Refusal::BackendTimeout)).await;
         assert_eq!(failed.err(), Some(Refusal::BackendTimeout));
     }
     assert_eq!(world.pools.workers(), 0);
@@ -318,36 +319,70 @@ async fn the_oldest_idle_worker_of_any_tenant_gives_way() {
     assert!(matches!(world.lease().await, Err(Refusal::Overloaded(_))));
 }
 
+fn place(world: &World, root: i64, path: &str, directory: i64) -> ScriptPlace {
+    let (root, directory) = (DirectoryId::made_at(root), DirectoryId::made_at(directory));
+    ScriptPlace { root, path: path.into(), directory, looked: world.pools.path_moment() }
+}
+
+async fn settle(world: &World, site: &SiteName, place: ScriptPlace) -> WorkerGuard {
+    let mut lease = world.lease().await.unwrap();
+    lease.settle(site, place, async |_| world.start()).await.unwrap();
+    lease
+}
+
 #[tokio::test(flavor = "current_thread")]
 async fn a_worker_that_remembers_another_directory_is_replaced() {
     let world = World::new(1, options(1, 1000));
-    let id = DirectoryId::made_at;
-    let place = |root, path: &str, directory| ScriptPlace {
-        root: id(root),
-        path: path.into(),
-        directory: id(directory),
-    };
     let [web, shop] = ["web", "shop"].map(|name| SiteName::new(name).unwrap());
     let asked = [
-        (&web, place(1, "", 1), 1),
-        (&web, place(1, "current", 7), 1),
-        // Of another site it remembers nothing.
-        (&shop, place(2, "", 2), 1),
-        (&shop, place(2, "current", 8), 1),
-        (&web, place(1, "", 1), 1),
+        (&web, (1, "", 1), 1),
+        (&web, (1, "current", 7), 1),
+        // Of another site nothing is remembered.
+        (&shop, (2, "", 2), 1),
+        (&shop, (2, "current", 8), 1),
+        (&web, (1, "", 1), 1),
         // A link beneath the root was switched.
-        (&web, place(1, "current", 9), 2),
-        (&web, place(1, "current", 9), 2),
+        (&web, (1, "current", 9), 2),
+        (&web, (1, "current", 9), 2),
         // The root was, and the new worker knows the new one.
-        (&web, place(3, "", 3), 3),
-        (&web, place(3, "", 3), 3),
-        (&web, place(1, "", 1), 4),
+        (&web, (3, "", 3), 3),
+        (&web, (3, "", 3), 3),
+        // Back again.
+        (&web, (1, "", 1), 4),
     ];
-    for (n, (site, place, made)) in asked.into_iter().enumerate() {
-        let mut lease = world.lease().await.unwrap();
-        let start = async || world.start();
-        lease.settle(site, place, start).await.unwrap();
-        lease.give_back();
+    for (n, (site, (root, path, directory), made)) in asked.into_iter().enumerate() {
+        settle(&world, site, place(&world, root, path, directory)).await.give_back();
         assert_eq!((world.made(), world.pools.workers()), (made, 1), "request {n}");
     }
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn workers_that_share_an_opcache_are_replaced_together() {
+    let world = World::new(3, options(1, 1000));
+    let [web, shop] = ["web", "shop"].map(|name| SiteName::new(name).unwrap());
+    let busy = settle(&world, &shop, place(&world, 2, "", 2)).await;
+    let idle = settle(&world, &shop, place(&world, 2, "", 2)).await;
+    let late = place(&world, 1, "", 1);
+    let last = settle(&world, &web, place(&world, 1, "", 1)).await;
+    idle.give_back();
+    last.give_back();
+    assert_eq!((world.made(), world.ended()), (3, 0));
+    // The root of one site was switched: idle workers end at once, and the busy one when it is asked again.
+    settle(&world, &web, place(&world, 3, "", 3)).await.give_back();
+    assert_eq!((world.made(), world.ended()), (4, 2));
+    busy.give_back();
+    let [one, other] = [settle(&world, &shop, place(&world, 2, "", 2)).await, world.lease().await.unwrap()];
+    assert_eq!((world.made(), world.ended()), (5, 3));
+    one.give_back();
+    other.give_back();
+    // A request that waited since before that is no sign of another switch.
+    settle(&world, &web, late).await.give_back();
+    assert_eq!((world.made(), world.ended()), (5, 3));
+    // A reload may bring other settings of PHP.
+    let busy = settle(&world, &shop, place(&world, 2, "", 2)).await;
+    world.pools.set_options(&options(1, 1000));
+    assert_eq!((world.made(), world.ended()), (5, 4));
+    busy.give_back();
+    let _lease = settle(&world, &shop, place(&world, 2, "", 2)).await;
+    assert_eq!((world.made(), world.ended()), (6, 5));
 }
