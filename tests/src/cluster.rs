@@ -364,12 +364,15 @@ impl Cluster {
     }
 }
 
+/// How long the store may be silent before a node gives up its applications.
+pub const FENCE: &str = "fence = \"1s\"";
+
 /// A node that can be in a cluster, and is in none yet.
 pub fn node(at: usize) -> Builder {
     World::builder()
         .set("", &format!("node = {:?}", name_of(at)))
         // A busy machine with a debug build is not to lose its right by and by.
-        .set("cluster", "listen = \"127.0.0.1:0\"\nfence = \"1s\"")
+        .set("cluster", &format!("listen = \"127.0.0.1:0\"\n{FENCE}"))
         .set("receipts", "allow = [\"127.0.0.1\"]")
 }
 

@@ -61,6 +61,14 @@ impl Builder {
         self
     }
 
+    /// Replaces a line that was set before.
+    pub fn reset(mut self, section: &str, line: &str, by: &str) -> Self {
+        let text = self.sections.get_mut(section).filter(|text| text.contains(line));
+        let text = text.unwrap_or_else(|| panic!("[{section}] has no {line}"));
+        *text = text.replace(line, by);
+        self
+    }
+
     /// Listens with TLS too. Certificates are files in `certificates` of the node's directory.
     pub fn tls(mut self) -> Self {
         let dir = self.path("certificates");
