@@ -162,6 +162,8 @@ const PATH_OPENERS: &[(&str, &str)] = &[
     ),
     ("crates/keeper/src/sandbox/warden.rs", "what the kernel tells of itself"),
     ("crates/keeper/src/spawn.rs", "the keeper's own directory of sockets, and a device of the node's"),
+    ("crates/keeper/src/spawn/php.rs", "the keeper's own directory of sockets"),
+    ("crates/keeper/src/php_parent.rs", "the operator's `php-cgi`"),
     ("crates/keeper/src/sys.rs", "in a child that has the tenant's ids and no descriptor of anybody else's"),
 ];
 

@@ -33,7 +33,9 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair, sockopt,
 };
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
 
 use crate::cells::{CellError, CpuDemand, Leaf};
 use crate::enclosure::Enclosure;
@@ -61,10 +63,8 @@ const CRASHES: [Signal; 5] = [Signal::SEGV, Signal::BUS, Signal::ABORT, Signal::
 
 /// Opens the library as a file of its own, for `LD_PRELOAD`. `/run` may be mounted `noexec`.
 pub fn open_library() -> io::Result<OwnedFd> {
-    let file = rustix::fs::memfd_create(
-        "nagaya-php-parent",
-        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-    )?;
+    let file =
+        rustix::fs::memfd_create("nagaya-php-parent", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     let mut file = fs::File::from(file);
     file.write_all(LIBRARY)?;
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
@@ -150,8 +150,8 @@ pub struct ParentChannel {
 }
 
 impl ParentChannel {
-    /// Lets it make a worker that listens on `listener`, and moves that to `cell`. After an error it
-    /// gets no more orders, and nothing of the worker is left.
+    /// Lets it make a worker that listens on `listener`, and moves that to `cell`. After an error
+    /// it gets no more orders, and nothing of the worker is left.
     pub fn make_worker(
         &self,
         (enclosure, listener, log): (Option<&Arc<Enclosure>>, BorrowedFd<'_>, BorrowedFd<'_>),
@@ -197,8 +197,8 @@ impl ParentChannel {
         cell: &Leaf,
     ) -> Result<SpawnedChild, ParentError> {
         let flags = SocketFlags::CLOEXEC;
-        let (report, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .map_err(io::Error::from)?;
+        let (report, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(io::Error::from)?;
         sockopt::set_socket_passcred(&report, true).map_err(io::Error::from)?;
         for way in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
             sockopt::set_socket_timeout(&report, way, Some(REPORT_TIMEOUT)).map_err(io::Error::from)?;
@@ -227,7 +227,8 @@ impl ParentChannel {
             Err(errno) => return Err(io::Error::from(errno).into()),
         }
         let inside = self.leaf.pids()?;
-        let is_worker = pid != self.pid && inside.len() == 2 && [pid, self.pid].iter().all(|of| inside.contains(of));
+        let is_worker =
+            pid != self.pid && inside.len() == 2 && [pid, self.pid].iter().all(|of| inside.contains(of));
         is_worker.then_some(SpawnedChild { pid, pidfd }).ok_or_else(foreign)
     }
 }

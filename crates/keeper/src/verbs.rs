@@ -372,7 +372,8 @@ impl Verbs {
             return Ok(None);
         }
         let (php_cgi, home, run_as) = (program.php_cgi.clone(), tenant.home.clone(), runner.clone());
-        let basis = self.context.on_worker(move || Ok(ParentBasis::new(opcache, php_cgi, home, &run_as))).await?;
+        let basis =
+            self.context.on_worker(move || Ok(ParentBasis::new(opcache, php_cgi, home, &run_as))).await?;
         let start = async || {
             let label = tenant.name.to_string();
             let most = PARENTS_PER_TENANT_MAX;

@@ -28,6 +28,7 @@ pub const SUITE: Suite = Suite {
         a_stop_lets_running_requests_finish,
         a_stop_waits_no_longer_than_it_should,
         a_reload_takes_new_settings,
+        a_reload_gives_php_other_workers,
         a_reload_with_mistakes_keeps_the_old_settings,
         logs_are_opened_anew_on_a_signal,
         a_log_that_could_not_be_opened_is_opened_on_a_signal,
@@ -287,6 +288,23 @@ fn a_reload_takes_new_settings() {
     wait::until("the new setting holds", || !is_kept(&world));
     assert_eq!(world.restarts_of("edge"), 0);
     assert!((world.metric("nagaya_config_reloads_total", "accepted") - 1.0).abs() < 0.5);
+    world.stop();
+}
+
+/// As after a change of `php.ini`.
+fn a_reload_gives_php_other_workers() {
+    let world = builder()
+        .site(json!({ "name": "php", "tenant": "alice", "hosts": ["php.test"],
+            "backend": { "kind": "php", "root": "php" } }))
+        .start();
+    world.write("alice", "php/pid.php", "<?php echo getmypid();");
+    world.give("alice");
+    let pid = || world.get("php.test", "/pid.php").expect(200).text();
+    let before = pid();
+    assert_eq!(pid(), before);
+    machine::signal(world.pid(), "HUP");
+    wait::until("another worker serves", || pid() != before);
+    assert_eq!(world.restarts_of("edge"), 0);
     world.stop();
 }
 

@@ -187,7 +187,10 @@ impl PhpProcess<'_> {
             std::iter::once(path.as_c_str()).chain(PHP_SETTINGS).map(CStr::to_owned).collect();
         if let Some(sendmail) = enclosure.and_then(Enclosure::sendmail) {
             args.push(c"-d".to_owned());
-            args.push(cgi::variable("sendmail_path", format!("\"{} -t -i\"", sendmail.display()).as_bytes())?);
+            args.push(cgi::variable(
+                "sendmail_path",
+                format!("\"{} -t -i\"", sendmail.display()).as_bytes(),
+            )?);
         }
         let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
         let mut env = vec![

@@ -228,7 +228,12 @@ impl Php {
 
     /// For this site of hers.
     pub async fn start_for(keeper: &KeeperClient, site: &str) -> Self {
-        let worker = keeper.spawn_php(&site_name(site), 0).await.unwrap();
+        Self::start_with(keeper, site, 0).await
+    }
+
+    /// As `start_for`, sharing the opcache of this number.
+    pub async fn start_with(keeper: &KeeperClient, site: &str, opcache: u64) -> Self {
+        let worker = keeper.spawn_php(&site_name(site), opcache).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
         Self { stream, guard: worker.guard, cell: worker.cell, report: UsageReport::Ask }
     }

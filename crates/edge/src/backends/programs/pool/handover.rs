@@ -19,7 +19,7 @@ use crate::backends::programs::pool::{TenantPool, WorkerGuard};
 /// longer than their place in the queue implies, plus one request. It is long against the 0.1 ms
 /// of a trivial script. Waking another thread costs as much as such a request. It is short
 /// against the page of an application.
-pub(super) const IN_ROW_MAX: Duration = Duration::from_millis(5);
+pub(super) const IN_ROW_MAX: Duration = Duration::from_millis(1);
 
 /// One thread's queues, by pool. Each waiting request holds the pool, so no address appears
 /// twice.
