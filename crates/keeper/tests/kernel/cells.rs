@@ -41,6 +41,7 @@ pub const CELLS: &[CellFact] = &[
     ),
     (&["pids"], "a fork bomb reaches its tenant's limit and no other tenant", fork_bomb),
     (&["fence"], "a program cannot leave its cell or change it", cannot_leave),
+    (&["cpu"], "programs of all tenants together have one share of the processor", one_share),
     (&["cpu"], "a rule's named cell is one for each controller it is joined with", named_by_controller),
     (
         &["cpu"],
@@ -100,6 +101,22 @@ fn with_php() -> World {
         world.site(site, "alice", json!({"kind": "php", "root": "www"}));
     }
     world
+}
+
+/// As much as the processes of the node itself, edge and keeper among them.
+fn one_share() {
+    let world = World::new().with_cgi("echo $$; read wait").start();
+    world.run(async |keeper| {
+        let (pid, _running) = run_and_pid(&keeper, "cgi", &none()).await;
+        let group = groups::of(pid, "cpu");
+        let of_tenants = group.ancestors().find(|dir| dir.ends_with("nagaya")).expect("all are below it");
+        let expected = match groups::is_v2("cpu") {
+            true => groups::cpu_shares(&of_tenants.with_file_name("main")),
+            // There the node's processes are where they were started. A fresh group there has this.
+            false => 1024,
+        };
+        assert_eq!(groups::cpu_shares(of_tenants), expected, "{}", of_tenants.display());
+    });
 }
 
 fn worker_moves() {
