@@ -39,7 +39,7 @@ use http::header::{
     VARY,
 };
 use http::{HeaderMap, Method, StatusCode};
-use nagaya_base::{Clock, SystemClock};
+use nagaya_base::Clock;
 use nagaya_keeper_api::protocol::OpenedRoot;
 use nagaya_records::record::{FileRoot, LinkPolicy, Site};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
@@ -55,6 +55,7 @@ use crate::backends::files::root::{DirectoryId, DocumentRoot, OpenBase, RootCach
 use crate::backends::files::script::{FoundProgram, ProgramKind};
 use crate::blocking::BlockingPool;
 use crate::http::message::{RequestHead, Response, ResponseBody, ResponseFields};
+use crate::http::meter::PollClock;
 use crate::http::path::{RelPath, SitePath, matches_prefix};
 use crate::http::refusal::Refusal;
 use crate::http::target;
@@ -139,7 +140,7 @@ impl FileServer {
         pool: Arc<BlockingPool>,
         opener: Rc<dyn LinkOpener>,
     ) -> Self {
-        Self::with_clock(cache_bytes, Rc::new(SystemClock), turns, pool, opener)
+        Self::with_clock(cache_bytes, Rc::new(PollClock), turns, pool, opener)
     }
 
     pub fn with_clock(

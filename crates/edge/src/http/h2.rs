@@ -221,8 +221,8 @@ where
                 Poll::Pending => None,
             };
             left -= accepted.len();
-            for (request, respond) in accepted.drain(..) {
-                self.exchange.begin(request, respond);
+            if !accepted.is_empty() {
+                self.exchange.begin_all(accepted.drain(..));
             }
             if let Some(ended) = ended {
                 self.exchange.streams.write_accounts();
@@ -256,6 +256,12 @@ struct StreamContext<H> {
 }
 
 impl<H: ConnectionHost> StreamContext<H> {
+    /// Serves streams that arrived together. The connection is not idle between two of them.
+    fn begin_all(&self, accepted: impl Iterator<Item = (http::Request<RecvStream>, SendResponse<Bytes>)>) {
+        let _busy = self.streams.hold();
+        accepted.for_each(|(request, respond)| self.begin(request, respond));
+    }
+
     /// Serves one stream.
     fn begin(&self, request: http::Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         let pace = self.streams.begin();
@@ -263,8 +269,12 @@ impl<H: ConnectionHost> StreamContext<H> {
         let stream = Box::pin(async move {
             let covers = host.measures().then_some(MeterScope::Answer);
             let expects = request.headers().contains_key(EXPECT);
-            let serving = pin!(metered(covers, exchange(&*host, conn, request, paced)));
-            if let Some(response) = until_reset(serving, &mut respond, expects).await {
+            // Gone before the response is sent. So both have the same place in a stream's memory.
+            let response = {
+                let work = pin!(exchange(&*host, conn, request, paced));
+                until_reset(pin!(metered(covers, work)), &mut respond, expects).await
+            };
+            if let Some(response) = response {
                 send::respond(respond, response).await;
             }
         });

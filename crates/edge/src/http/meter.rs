@@ -8,8 +8,10 @@
 
 use std::cell::Cell;
 use std::future::poll_fn;
-use std::pin::pin;
-use std::time::{Duration, Instant};
+use std::pin::Pin;
+use std::time::{Duration, Instant, SystemTime};
+
+use nagaya_base::Clock;
 
 thread_local! {
     static TURN: Cell<Option<PollMeter>> = const { Cell::new(None) };
@@ -34,10 +36,10 @@ struct PollMeter {
 }
 
 /// Runs the work for one request. Within it `spent` returns this thread's time for it. `None`
-/// disables the measurement.
-pub async fn metered<F: Future>(covers: Option<MeterScope>, work: F) -> F::Output {
+/// disables the measurement. The work stays where its caller has it: it is large, and each move
+/// copies it.
+pub async fn metered<F: Future>(covers: Option<MeterScope>, mut work: Pin<&mut F>) -> F::Output {
     let Some(covers) = covers else { return work.await };
-    let mut work = pin!(work);
     let mut before = Duration::ZERO;
     poll_fn(|cx| {
         let since = Instant::now();
@@ -58,6 +60,20 @@ pub fn now() -> Instant {
     TURN.get().map_or_else(Instant::now, |turn| turn.since)
 }
 
+/// A clock by which no time passes within a poll of a request: it is read once for each.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PollClock;
+
+impl Clock for PollClock {
+    fn now(&self) -> Instant {
+        now()
+    }
+
+    fn wall(&self) -> SystemTime {
+        SystemTime::now()
+    }
+}
+
 /// Returns the time until now, if the body is sent elsewhere and nobody will know more.
 pub fn spent_on_answer() -> Option<Duration> {
     TURN.get().filter(|turn| turn.covers == MeterScope::Answer).map(|turn| turn.before + turn.since.elapsed())
@@ -71,6 +87,7 @@ pub fn spent(now: Instant) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::pin::pin;
 
     #[tokio::test]
     async fn only_time_in_polls_is_counted() {
@@ -78,7 +95,8 @@ mod tests {
         let work = async {
             let start = now();
             while spent(Instant::now()).is_some_and(|spent| spent < Duration::from_millis(2)) {}
-            let other = metered(Some(MeterScope::Answer), async { spent_on_answer().unwrap() }).await;
+            let other = pin!(async { spent_on_answer().unwrap() });
+            let other = metered(Some(MeterScope::Answer), other).await;
             assert!(other < Duration::from_millis(2), "another request's time is its own");
             assert!(spent_on_answer().is_none(), "more will be known at the end");
             tokio::task::spawn_blocking(|| {
@@ -90,7 +108,7 @@ mod tests {
             let now = Instant::now();
             (spent(now).unwrap(), now - start)
         };
-        let (spent, took) = metered(Some(MeterScope::Everything), work).await;
+        let (spent, took) = metered(Some(MeterScope::Everything), pin!(work)).await;
         assert!(spent >= Duration::from_millis(2), "{spent:?}");
         assert!(spent + Duration::from_millis(40) < took, "{spent:?} of {took:?}");
         assert!(super::spent(Instant::now()).is_none());

@@ -94,12 +94,12 @@ pub async fn serve<S: ClientStream, H: ConnectionHost>(
         });
         let body = wire.begin_body(head.framing, head.expect_continue, &limits);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
-        let sent = match metered(
-            host.measures().then_some(MeterScope::Everything),
-            exchange(&wire, &*host, request, asked, &entered),
-        )
-        .await
-        {
+        let covers = host.measures().then_some(MeterScope::Everything);
+        let end = {
+            let work = pin!(exchange(&wire, &*host, request, asked, &entered));
+            metered(covers, work).await
+        };
+        let sent = match end {
             ExchangeEnd::Answered(sent) => sent,
             ExchangeEnd::Switched(response) => {
                 if wire.end_interim().await.is_ok() {

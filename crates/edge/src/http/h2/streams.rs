@@ -110,6 +110,11 @@ impl StreamSet {
         }
     }
 
+    /// Counts as a stream while it is held.
+    pub(super) fn hold(&self) -> impl Drop {
+        StreamGuard::new(Rc::clone(&self.0))
+    }
+
     /// Runs a stream: at once if possible, and the rest in a task of its own. Most responses from
     /// files need none.
     pub(super) fn run(&self, mut stream: Pin<Box<dyn Future<Output = ()>>>, pace: Rc<SendProgress>) {
