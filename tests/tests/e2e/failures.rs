@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use nagaya_tests::backend::Backend;
-use nagaya_tests::client::Connection;
+use nagaya_tests::client::{self, Connection};
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::{Builder, World};
 use nagaya_tests::{machine, wait};
@@ -29,6 +29,7 @@ pub const SUITE: Suite = Suite {
         a_stop_waits_no_longer_than_it_should,
         a_reload_takes_new_settings,
         a_reload_gives_php_other_workers,
+        workers_that_are_replaced_all_the_time_refuse_nobody,
         a_reload_with_mistakes_keeps_the_old_settings,
         logs_are_opened_anew_on_a_signal,
         a_log_that_could_not_be_opened_is_opened_on_a_signal,
@@ -305,6 +306,27 @@ fn a_reload_gives_php_other_workers() {
     machine::signal(world.pid(), "HUP");
     wait::until("another worker serves", || pid() != before);
     assert_eq!(world.restarts_of("edge"), 0);
+    world.stop();
+}
+
+/// A worker that ends counts until nothing is left of it, so its successor may have to wait.
+fn workers_that_are_replaced_all_the_time_refuse_nobody() {
+    let world = builder()
+        .set("tenants", "php_workers = 2\nphp_requests = 1")
+        .site(json!({ "name": "php", "tenant": "alice", "hosts": ["php.test"],
+            "backend": { "kind": "php", "root": "php" } }))
+        .start();
+    world.write("alice", "php/pid.php", "<?php echo getmypid();");
+    world.give("alice");
+    let address = world.http();
+    let ask = move || -> Vec<u16> {
+        (0..40).map(|_| client::get(address, "php.test", "/pid.php").status).collect()
+    };
+    let clients: Vec<_> = (0..8).map(|_| std::thread::spawn(ask)).collect();
+    for client in clients {
+        let statuses = client.join().expect("it does not panic");
+        assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+    }
     world.stop();
 }
 

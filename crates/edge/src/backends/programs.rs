@@ -19,7 +19,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_keeper_api::client::{KeeperCallError, KeeperClient};
 use nagaya_keeper_api::fastcgi::ConnectionReuse;
@@ -63,10 +63,13 @@ pub mod script;
 #[cfg(test)]
 pub(crate) mod testing;
 
-/// First pause before a busy keeper is asked again. Each is twice as long as the one before. The
-/// last is shorter than `BUSY_PAUSE_MAX`, which makes two seconds in all.
+/// First and longest pause before a busy keeper is asked again. Each is twice as long as the one
+/// before. A long one would let requests that came later take each free place.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
-const BUSY_PAUSE_MAX: Duration = Duration::from_millis(1024);
+const BUSY_PAUSE_MAX: Duration = Duration::from_millis(16);
+
+/// Time in which a busy keeper is asked again.
+const BUSY_MAX: Duration = Duration::from_secs(2);
 
 /// Maximum number of PHP workers that get one request, one after the other, until one reads it.
 const WORKERS_PER_REQUEST_MAX: u32 = 3;
@@ -259,16 +262,16 @@ impl ProgramRunner {
     }
 
     async fn start_php(&self, site: &Site, opcache: u64) -> Result<PoolWorker, Refusal> {
-        let mut pause = BUSY_PAUSE;
+        let (begun, mut pause) = (Instant::now(), BUSY_PAUSE);
         let started = loop {
             match self.keeper.spawn_php(&site.name, opcache).await {
                 // The keeper counts a worker until nothing of it is left, which is a little
                 // longer than its use.
                 Err(KeeperCallError::Refused { failure: KeeperFailure::Busy, .. })
-                    if pause < BUSY_PAUSE_MAX =>
+                    if begun.elapsed() < BUSY_MAX =>
                 {
                     tokio::time::sleep(pause).await;
-                    pause *= 2;
+                    pause = (pause * 2).min(BUSY_PAUSE_MAX);
                 }
                 result => {
                     let what = || format!("a PHP worker for site {}", site.name);
