@@ -394,8 +394,13 @@ impl KeeperClient {
     }
 
     /// Starts a PHP worker of the site's tenant. It takes scripts of this site until it enters for
-    /// another one. It shares its opcache with the tenant's workers of the same number.
-    pub async fn spawn_php(&self, site: &SiteName, opcache: u64) -> Result<PhpWorker, KeeperCallError> {
+    /// another one. It shares its opcache with the tenant's workers of the same
+    /// number. `None`: with nobody.
+    pub async fn spawn_php(
+        &self,
+        site: &SiteName,
+        opcache: Option<u64>,
+    ) -> Result<PhpWorker, KeeperCallError> {
         let verb = Verb::SpawnPhp { site: site.clone(), opcache };
         let (reply, fds, guard) = self.call(verb, SPAWN_TIMEOUT).await?;
         match (one_of(fds), guard, reply) {

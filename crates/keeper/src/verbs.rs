@@ -335,7 +335,7 @@ impl Verbs {
     pub async fn spawn_php(
         &self,
         name: &SiteName,
-        opcache: u64,
+        opcache: Option<u64>,
     ) -> Result<(ProcessRef, Vec<OwnedFd>), Fault> {
         let (site, tenant) = self.context.site(name)?;
         let scripts = self.scripts_of(&site, &tenant)?;
@@ -359,15 +359,16 @@ impl Verbs {
         self.context.processes.start(order, move |leaf| spawn::php(&start, &tenant, &runner, leaf)).await
     }
 
-    /// Returns the parent of the tenant's PHP workers, started if there is none. `None` if its
-    /// workers start without one. Only a cgroup shows which process is a worker of its.
+    /// Returns the parent of the tenant's PHP workers, started if there is none. `None` if the
+    /// worker starts without one. Only a cgroup shows which process is a worker of its.
     async fn php_parent(
         &self,
-        (tenant, opcache): (&Arc<Tenant>, u64),
+        (tenant, opcache): (&Arc<Tenant>, Option<u64>),
         program: &PhpProgram,
         runner: &RunAs,
         request: &CellRequest,
     ) -> Result<Option<Rc<PhpParent>>, Fault> {
+        let Some(opcache) = opcache else { return Ok(None) };
         if self.context.cells().fence() == ProcessTracking::ProcessGroup {
             return Ok(None);
         }

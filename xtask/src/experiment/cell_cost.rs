@@ -131,7 +131,7 @@ fn stays(report: &mut Report, setting: &ExperimentSetting, node: &NagayaNode) ->
 async fn stay(node: &NagayaNode, sites: [&str; 2], count: usize) -> Result<ClientAnswers> {
     let keeper = KeeperClient::connect(&node.keeper_socket()).await.context("connecting to the keeper")?;
     let site = SiteName::new("b").context("the site's name")?;
-    let worker = keeper.spawn_php(&site, 0).await.context("starting a worker")?;
+    let worker = keeper.spawn_php(&site, Some(0)).await.context("starting a worker")?;
     let sites: Vec<SiteName> =
         sites.iter().map(|site| SiteName::new(site)).collect::<Result<_, _>>().context("names of sites")?;
     let limited = |thousandths| Confinement {

@@ -261,7 +261,7 @@ impl ProgramRunner {
         Ok(())
     }
 
-    async fn start_php(&self, site: &Site, opcache: u64) -> Result<PoolWorker, Refusal> {
+    async fn start_php(&self, site: &Site, opcache: Option<u64>) -> Result<PoolWorker, Refusal> {
         let (begun, mut pause) = (Instant::now(), BUSY_PAUSE);
         let started = loop {
             match self.keeper.spawn_php(&site.name, opcache).await {

@@ -306,7 +306,7 @@ fn hidden_programs_are_refused() {
         };
         for name in ["hidden", "link"] {
             assert_eq!(refusal(run(&format!("{name}-cgi")).await), HIDDEN, "{name}");
-            let worker = keeper.spawn_php(&site_name(&format!("{name}-php")), 0).await;
+            let worker = keeper.spawn_php(&site_name(&format!("{name}-php")), Some(0)).await;
             assert_eq!(refusal(worker), HIDDEN, "{name}");
             keeper.open_root(&site_name(&format!("{name}-php"))).await.expect("the edge serves its files");
         }

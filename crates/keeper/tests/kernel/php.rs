@@ -62,13 +62,16 @@ fn limited() {
     let world = with_sites(World::new()).start();
     world.run(async |keeper| {
         let alice = site_name("php");
-        let _first = keeper.spawn_php(&alice, 0).await.unwrap();
-        let second = keeper.spawn_php(&alice, 0).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&alice, 0).await), (FailureKind::Busy, 307));
-        keeper.spawn_php(&site_name("bobs"), 0).await.unwrap();
+        let _first = keeper.spawn_php(&alice, Some(0)).await.unwrap();
+        let second = keeper.spawn_php(&alice, Some(0)).await.unwrap();
+        assert_eq!(refusal(keeper.spawn_php(&alice, Some(0)).await), (FailureKind::Busy, 307));
+        keeper.spawn_php(&site_name("bobs"), Some(0)).await.unwrap();
         second.guard.end().await.unwrap();
-        keeper.spawn_php(&alice, 0).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&site_name("none"), 0).await), (FailureKind::NotFound, 301));
+        keeper.spawn_php(&alice, Some(0)).await.unwrap();
+        assert_eq!(
+            refusal(keeper.spawn_php(&site_name("none"), Some(0)).await),
+            (FailureKind::NotFound, 301)
+        );
     });
 }
 
@@ -76,7 +79,7 @@ fn not_installed() {
     let world = World::new().with(|options| options.php_cgi = "/does/not/exist/php-cgi".into());
     let world = with_sites(world).start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.spawn_php(&site_name("php"), 0).await), (FailureKind::Broken, 309));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("php"), Some(0)).await), (FailureKind::Broken, 309));
     });
 }
 
@@ -89,7 +92,7 @@ fn for_php_sites_only() {
     world.run(async |keeper| {
         for site in ["cgi", "static", "http"] {
             assert_eq!(
-                refusal(keeper.spawn_php(&site_name(site), 0).await),
+                refusal(keeper.spawn_php(&site_name(site), Some(0)).await),
                 (FailureKind::Invalid, 302),
                 "{site}"
             );
@@ -233,7 +236,7 @@ impl Php {
 
     /// As `start_for`, sharing the opcache of this number.
     pub async fn start_with(keeper: &KeeperClient, site: &str, opcache: u64) -> Self {
-        let worker = keeper.spawn_php(&site_name(site), opcache).await.unwrap();
+        let worker = keeper.spawn_php(&site_name(site), Some(opcache)).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
         Self { stream, guard: worker.guard, cell: worker.cell, report: UsageReport::Ask }
     }
@@ -243,7 +246,7 @@ impl Php {
         drop(self);
         let started = async {
             loop {
-                if let Ok(worker) = keeper.spawn_php(&site_name("php"), 0).await {
+                if let Ok(worker) = keeper.spawn_php(&site_name("php"), Some(0)).await {
                     let stream = UnixStream::from_std(worker.socket.into()).unwrap();
                     let report = UsageReport::Ask;
                     return Self { stream, guard: worker.guard, cell: worker.cell, report };

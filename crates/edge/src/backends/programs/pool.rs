@@ -62,8 +62,10 @@ pub(super) struct PoolWorker {
     runtime: runtime::Id,
     served: u32,
     idle_since: Instant,
-    /// Number of the opcache that it shares.
+    /// Number of the opcache that was present when it was started.
     opcache: u64,
+    /// It shares that with nobody.
+    is_alone: bool,
     process: Box<dyn WorkerProcess>,
 }
 
@@ -111,6 +113,7 @@ impl PoolWorker {
             served: 0,
             idle_since: Instant::now(),
             opcache: 0,
+            is_alone: false,
             process: Box::new(process),
         })
     }
@@ -171,6 +174,9 @@ struct PoolState {
     /// again.
     account: TenantIds,
     paths: KnownPaths,
+    /// It has had more than one worker at once. The first one is started alone: most sites need no
+    /// other, and it is there sooner.
+    is_shared: bool,
 }
 
 /// Identity of a tenant's processes: their ids, and the network they reach.
@@ -257,14 +263,14 @@ impl PhpPools {
     }
 
     /// Returns a worker of this tenant: an idle one, or one made by `start` for the opcache with
-    /// this number. Waits for its turn if all are busy.
+    /// this number, or for none. Waits for its turn if all are busy.
     pub(super) async fn lease<S, F>(
         self: &Arc<Self>,
         tenant: &Tenant,
         start: S,
     ) -> Result<WorkerGuard, Refusal>
     where
-        S: FnOnce(u64) -> F,
+        S: FnOnce(Option<u64>) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         let account = TenantIds::from(tenant);
@@ -425,7 +431,14 @@ impl TenantPool {
         Self {
             turns: Arc::new(Semaphore::new(max as usize)),
             waiting: AtomicU32::new(0),
-            state: Mutex::new(PoolState { idle: Vec::new(), max, surplus: 0, account, paths }),
+            state: Mutex::new(PoolState {
+                idle: Vec::new(),
+                max,
+                surplus: 0,
+                account,
+                paths,
+                is_shared: false,
+            }),
         }
     }
 
@@ -500,23 +513,25 @@ impl WorkerGuard {
     /// Ensures a worker whose opcache remembers no other directory in the place of the script's.
     pub async fn settle<S, F>(&mut self, site: &SiteName, place: ScriptPlace, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce(u64) -> F,
+        S: FnOnce(Option<u64>) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
-        let (opcache, stale) = {
+        let (opcache, is_shared, stale) = {
             let mut state = self.pool.state.lock();
             let is_changed = state.paths.note(site, place, &self.pools.opcaches);
             let stale = if is_changed { std::mem::take(&mut state.idle) } else { Vec::new() };
-            (state.paths.opcache(), stale)
+            (state.paths.opcache(), state.is_shared, stale)
         };
         self.pools.end(stale);
-        if self.worker().opcache == opcache { Ok(()) } else { self.renew(start).await }
+        let worker = self.worker();
+        let is_current = worker.opcache == opcache && !(worker.is_alone && is_shared);
+        if is_current { Ok(()) } else { self.renew(start).await }
     }
 
     /// Ends the worker and starts another one in its place.
     pub async fn renew<S, F>(&mut self, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce(u64) -> F,
+        S: FnOnce(Option<u64>) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         self.end_worker();
@@ -525,14 +540,19 @@ impl WorkerGuard {
 
     async fn start<S, F>(&mut self, start: S) -> Result<(), Refusal>
     where
-        S: FnOnce(u64) -> F,
+        S: FnOnce(Option<u64>) -> F,
         F: Future<Output = Result<PoolWorker, Refusal>>,
     {
         self.pools.count_one()?;
         let counted = CountedWorker(&self.pools);
-        let opcache = self.pool.state.lock().paths.opcache();
-        let mut worker = start(opcache).await?;
-        worker.opcache = opcache;
+        let (opcache, is_alone) = {
+            let mut state = self.pool.state.lock();
+            let busy = (state.max as usize).saturating_sub(self.pool.turns.available_permits());
+            state.is_shared |= busy > 1 || !state.idle.is_empty();
+            (state.paths.opcache(), !state.is_shared)
+        };
+        let mut worker = start((!is_alone).then_some(opcache)).await?;
+        (worker.opcache, worker.is_alone) = (opcache, is_alone);
         std::mem::forget(counted);
         self.worker = Some(worker);
         self.pools.metrics.php_spawned.add(1);

@@ -386,3 +386,30 @@ async fn workers_that_share_an_opcache_are_replaced_together() {
     let _lease = settle(&world, &shop, place(&world, 2, "", 2)).await;
     assert_eq!((world.made(), world.ended()), (6, 5));
 }
+
+#[tokio::test(flavor = "current_thread")]
+async fn the_first_worker_is_alone_until_there_is_another() {
+    let world = World::new(2, options(1, 1000));
+    let web = SiteName::new("web").unwrap();
+    let numbers = RefCell::new(Vec::new());
+    let lease = async || {
+        let start = async |number: Option<u64>| {
+            numbers.borrow_mut().push(number.is_some());
+            world.start()
+        };
+        let mut lease = world.pools.lease(&world.tenant, start).await.unwrap();
+        lease.settle(&web, place(&world, 1, "", 1), start).await.unwrap();
+        lease
+    };
+    lease().await.give_back();
+    let first = lease().await;
+    let second = lease().await;
+    assert_eq!(*numbers.borrow(), [false, true]);
+    second.give_back();
+    first.give_back();
+    // The first one is used next, and replaced.
+    let [one, other] = [lease().await, lease().await];
+    assert_eq!((numbers.borrow().as_slice(), world.ended()), ([false, true, true].as_slice(), 1));
+    one.give_back();
+    other.give_back();
+}
