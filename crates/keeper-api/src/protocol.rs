@@ -51,7 +51,7 @@ pub enum Verb {
     /// php. Reply: `Spawned` with one descriptor, a FastCGI connection. The connection takes only
     /// scripts below this site's root, until the worker enters for another site. The worker waits
     /// for its first request in a cell below its tenant's. Workers with one number `opcache` share
-    /// one, if they can. `None`: it shares with nobody, and its first start is faster.
+    /// one, if they can. `None`: it shares with nobody, and is made at once.
     SpawnPhp { site: SiteName, opcache: Option<u64> },
     /// A worker begins to serve a request of this site. The keeper moves it to the cell of the
     /// request, unless it is there already, and sets the request's limits. From then on it takes

@@ -30,7 +30,7 @@
 enum { CONTROL = 3, LISTENER = 0, LOG = 1, REPORT = 2, ORDER_FDS = 3 };
 
 /* The variable that makes php-cgi a parent. Its standard output is this library's file then. */
-static const char mark[] = "NAGAYA_PHP_PARENT";
+static const char parent_variable[] = "NAGAYA_PHP_PARENT";
 
 /* Whether this process is a parent that waits for php-cgi's call of fork(). */
 static int is_parent;
@@ -41,10 +41,10 @@ static int *thread_number;
 __attribute__((constructor)) static void become_parent(void)
 {
     /* Something else may start php-cgi, as a script of a shell does. It passes all on. */
-    if (!getenv(mark) || !dlsym(RTLD_DEFAULT, "php_module_startup"))
+    if (!getenv(parent_variable) || !dlsym(RTLD_DEFAULT, "php_module_startup"))
         return;
     unsetenv("LD_PRELOAD");
-    unsetenv(mark);
+    unsetenv(parent_variable);
     if (dup2(STDERR_FILENO, STDOUT_FILENO) < 0 || fcntl(CONTROL, F_SETFD, FD_CLOEXEC) < 0)
         _exit(1);
     /* PR_GET_TID_ADDRESS, prctl(2): Linux 3.5, with CONFIG_CHECKPOINT_RESTORE. */

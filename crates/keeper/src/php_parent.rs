@@ -1,5 +1,5 @@
 //! The parent of a tenant's PHP workers: a `php-cgi` that has started up and makes a worker for
-//! each order. Its workers share its opcache, as those of php-fpm do, and start in a millisecond.
+//! each order. Its workers share its opcache, as those of php-fpm do, and PHP need not start again.
 //!
 //! The parent has the tenant's rights, and the tenant may control it. So nothing that it sends is
 //! believed. The kernel says which process reports as a worker. That process must be a child of the
@@ -7,8 +7,9 @@
 //! its own cell. Without a parent each worker is started by itself, with an opcache of its own.
 //!
 //! A parent lives while it is held: by its workers, and by the start of one. Another one replaces
-//! it when a worker crashes, when `php-cgi` or the edge's number of the opcache changes, or when it
-//! fails to make one.
+//! it when a worker crashes, when `php-cgi`, a setting or the edge's number of the opcache changes,
+//! or when it fails to make one.
+//!
 //! Not here: starting a worker and its connection (`spawn`), the code in it (`c/php_parent.c`).
 
 use std::cell::{Cell, RefCell};
@@ -33,15 +34,13 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair, sockopt,
 };
-use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
-};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, waitid};
 
 use crate::cells::{CellError, CpuDemand, Leaf};
 use crate::enclosure::Enclosure;
 use crate::fault::{self, Fault};
 use crate::process::ProcessRef;
-use crate::spawn::RunAs;
+use crate::spawn::{PhpProgram, RunAs};
 use crate::sys::{SpawnedChild, UnixIdentity};
 
 /// `c/php_parent.c`.
@@ -83,14 +82,18 @@ pub struct ParentBasis {
     identity: Option<UnixIdentity>,
     home: Option<PathBuf>,
     open_files_max: u64,
+    /// It has a filter of system calls. The rest of its walls is its enclosure.
+    is_filtered: bool,
 }
 
 impl ParentBasis {
     /// Reads a disk, so it blocks.
-    pub fn new(opcache: u64, php_cgi: PathBuf, home: Option<PathBuf>, runner: &RunAs) -> Self {
+    pub fn new(opcache: u64, program: &PhpProgram, home: Option<PathBuf>, runner: &RunAs) -> Self {
+        let php_cgi = program.php_cgi.clone();
         let file = fs::metadata(&php_cgi).ok().map(|file| (file.dev(), file.ino()));
+        let is_filtered = !program.enclosures.call_filter().is_empty();
         let RunAs { identity, open_files_max } = *runner;
-        Self { opcache, php_cgi, file, identity, home, open_files_max }
+        Self { opcache, php_cgi, file, identity, home, open_files_max, is_filtered }
     }
 }
 
@@ -196,23 +199,15 @@ impl ParentChannel {
         [listener, log]: &[BorrowedFd<'_>; 2],
         cell: &Leaf,
     ) -> Result<SpawnedChild, ParentError> {
-        let flags = SocketFlags::CLOEXEC;
-        let (report, theirs) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(io::Error::from)?;
-        sockopt::set_socket_passcred(&report, true).map_err(io::Error::from)?;
-        for way in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
-            sockopt::set_socket_timeout(&report, way, Some(REPORT_TIMEOUT)).map_err(io::Error::from)?;
-        }
+        let (report, theirs) = report_sockets()?;
         send_order(control, &[*listener, *log, theirs.as_fd()])?;
         drop(theirs);
-        let pid = receive_report(&report)?;
-        let worker = self.check_worker(pid)?;
-        let begun = cell.adopt(worker.pid, &self.leaf).map_err(ParentError::from).and_then(|()| {
-            rustix::net::send(&report, &[0], SendFlags::NOSIGNAL).map_err(io::Error::from)?;
-            Ok(())
-        });
+        let worker = self.check_worker(receive_report(&report)?)?;
+        // With all its threads: a false worker may have more than one.
+        let moved = cell.adopt_whole(worker.pid, &self.leaf).map_err(ParentError::from);
+        let begun = moved.and_then(|()| Ok(let_begin(&report)?));
         // It may be in its own cell already, which is not ended here.
-        begun.inspect_err(|_| end_worker(&worker)).map(|()| worker)
+        begun.inspect_err(|_| worker.end()).map(|()| worker)
     }
 
     /// Returns the process with this number, if it is a fresh worker. Only the parent and its
@@ -231,6 +226,17 @@ impl ParentChannel {
             pid != self.pid && inside.len() == 2 && [pid, self.pid].iter().all(|of| inside.contains(of));
         is_worker.then_some(SpawnedChild { pid, pidfd }).ok_or_else(foreign)
     }
+}
+
+/// Returns the keeper's end of the connection on which one worker reports, and the worker's.
+fn report_sockets() -> io::Result<(OwnedFd, OwnedFd)> {
+    let kind = SocketType::SEQPACKET;
+    let (report, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_passcred(&report, true)?;
+    for way in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
+        sockopt::set_socket_timeout(&report, way, Some(REPORT_TIMEOUT))?;
+    }
+    Ok((report, theirs))
 }
 
 fn send_order(control: &OwnedFd, fds: &[BorrowedFd<'_>; 3]) -> io::Result<()> {
@@ -264,10 +270,10 @@ fn receive_report(report: &OwnedFd) -> io::Result<Pid> {
     }
 }
 
-/// Ends a worker that nobody else knows, and reaps it.
-fn end_worker(worker: &SpawnedChild) {
-    let _ = pidfd_send_signal(&worker.pidfd, Signal::KILL);
-    let _ = waitid(WaitId::PidFd(worker.pidfd.as_fd()), WaitIdOptions::EXITED);
+/// Lets the worker that has reported begin.
+fn let_begin(report: &OwnedFd) -> io::Result<()> {
+    rustix::net::send(report, &[0], SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 /// The present parent of each tenant. Held by the keeper's main thread.

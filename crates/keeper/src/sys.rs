@@ -79,6 +79,15 @@ pub struct SpawnedChild {
     pub pidfd: OwnedFd,
 }
 
+impl SpawnedChild {
+    /// Kills it and waits until it has ended. For a child that nobody else reaps.
+    pub fn end(&self) {
+        // A process that has ended already is as good.
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+        let _ = reap(self.pidfd.as_raw_fd(), 0);
+    }
+}
+
 /// The step on the way to the program at which a child failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpawnStep {

@@ -360,7 +360,8 @@ impl Verbs {
     }
 
     /// Returns the parent of the tenant's PHP workers, started if there is none. `None` if the
-    /// worker starts without one. Only a cgroup shows which process is a worker of its.
+    /// worker starts without one. Only a cgroup shows which
+    /// process is one of its workers.
     async fn php_parent(
         &self,
         (tenant, opcache): (&Arc<Tenant>, Option<u64>),
@@ -372,9 +373,8 @@ impl Verbs {
         if self.context.cells().fence() == ProcessTracking::ProcessGroup {
             return Ok(None);
         }
-        let (php_cgi, home, run_as) = (program.php_cgi.clone(), tenant.home.clone(), runner.clone());
-        let basis =
-            self.context.on_worker(move || Ok(ParentBasis::new(opcache, php_cgi, home, &run_as))).await?;
+        let (of, home, run_as) = (program.clone(), tenant.home.clone(), runner.clone());
+        let basis = self.context.on_worker(move || Ok(ParentBasis::new(opcache, &of, home, &run_as))).await?;
         let start = async || {
             let label = tenant.name.to_string();
             let most = PARENTS_PER_TENANT_MAX;

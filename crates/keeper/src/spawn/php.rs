@@ -23,7 +23,7 @@ use crate::fault::{self, Fault};
 use crate::gate::{self, GatedWorker, ScriptGate, ScriptRule};
 use crate::php_parent::ParentChannel;
 use crate::process::{StartedProgram, TreeRoot};
-use crate::sys::{self, ExecPlan, SpawnStep};
+use crate::sys::{self, ExecPlan, SpawnStep, SpawnedChild};
 
 use super::{RunAs, above_stdio, c_text, namespaces_of, not_started, not_wired, pipe};
 
@@ -71,8 +71,8 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &RunAs, leaf: &Leaf) -> Re
     };
     let (worker, log, stderr, ours, edges) = wire().map_err(|e| not_wired("php-cgi", &e))?;
     let ListeningWorker { listener, door, connection } = worker;
-    let root = match start.of_parent(tenant, enclosure.as_ref(), (listener.as_fd(), stderr.as_fd()), leaf) {
-        Some(root) => root,
+    let child = match start.of_parent(tenant, enclosure.as_ref(), (listener.as_fd(), stderr.as_fd()), leaf) {
+        Some(child) => child,
         None => {
             let process = PhpProcess {
                 stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
@@ -82,6 +82,7 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &RunAs, leaf: &Leaf) -> Re
             process.start(program, tenant, runner, (leaf, enclosure.as_deref()))?
         }
     };
+    let root = TreeRoot::Child(child);
     let whose = tenant.name.to_string();
     let passage = GatedWorker { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
     if let Err(error) = gate.open(passage) {
@@ -100,10 +101,10 @@ impl PhpStart {
         enclosure: Option<&Arc<Enclosure>>,
         (listener, log): (BorrowedFd<'_>, BorrowedFd<'_>),
         leaf: &Leaf,
-    ) -> Option<TreeRoot> {
+    ) -> Option<SpawnedChild> {
         let parent = self.parent.as_ref()?;
         match parent.make_worker((enclosure, listener, log), leaf) {
-            Ok(worker) => Some(TreeRoot::Child(worker)),
+            Ok(worker) => Some(worker),
             Err(error) => {
                 tracing::info!(tenant = %tenant.name, %error, "a PHP worker starts without its parent");
                 None
@@ -137,19 +138,15 @@ pub fn php_parent(
         control: Some(theirs.as_fd()),
         variables: &PARENT_VARIABLES,
     };
-    let root = process.start(program, tenant, runner, (leaf, enclosure.as_deref()))?;
+    let child = process.start(program, tenant, runner, (leaf, enclosure.as_deref()))?;
     drop(theirs);
     if let Err(error) = wait_ready(&ours) {
-        // The rest of it ends with its cell, and nobody else reaps it.
-        let _ = root.kill();
+        // What else it has started ends with its cell.
+        child.end();
         let message = format!("{} does not become a parent: {error}", program.php_cgi.display());
-        let _ = rustix::process::waitid(
-            rustix::process::WaitId::PidFd(root.end()),
-            rustix::process::WaitIdOptions::EXITED,
-        );
         return Err(Fault::new(FailureKind::Broken, fault::SPAWN, message));
     }
-    Ok(StartedProgram { root, log, fds: vec![ours], enclosure })
+    Ok(StartedProgram { root: TreeRoot::Child(child), log, fds: vec![ours], enclosure })
 }
 
 fn wait_ready(control: &OwnedFd) -> io::Result<()> {
@@ -180,7 +177,7 @@ impl PhpProcess<'_> {
         tenant: &Tenant,
         runner: &RunAs,
         (leaf, enclosure): (&Leaf, Option<&Enclosure>),
-    ) -> Result<TreeRoot, Fault> {
+    ) -> Result<SpawnedChild, Fault> {
         let PhpProgram { php_cgi, enclosures } = program;
         let path = c_text(php_cgi.as_os_str())?;
         let mut args: Vec<CString> =
@@ -203,7 +200,7 @@ impl PhpProcess<'_> {
             env.push(cgi::variable("HOME", home.as_os_str().as_bytes())?);
         }
         env.extend(self.variables.iter().map(|variable| (*variable).to_owned()));
-        let child = sys::spawn(&ExecPlan {
+        sys::spawn(&ExecPlan {
             programs: std::slice::from_ref(&path),
             args: &args,
             env: &env,
@@ -223,8 +220,7 @@ impl PhpProcess<'_> {
                 format!("there is no {}: install php-cgi, or set its path", php_cgi.display()),
             ),
             _ => not_started(php_cgi, error),
-        })?;
-        Ok(TreeRoot::Child(child))
+        })
     }
 }
 

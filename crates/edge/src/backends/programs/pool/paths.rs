@@ -4,6 +4,7 @@
 //! So when a path leads elsewhere, none of the tenant's workers serves another request. Later ones
 //! share another opcache. Invariant: the number of an opcache is that of its first moment. A look
 //! at a path that was made before that moment changes nothing: its request may have waited long.
+//! Not here: the workers (`pool`), the looks at files (`files`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
