@@ -394,8 +394,8 @@ impl KeeperClient {
     }
 
     /// Starts a PHP worker of the site's tenant. It takes scripts of this site until it enters for
-    /// another one. It shares its opcache with the tenant's workers of the same number. `None`: with
-    /// nobody.
+    /// another one. It shares its opcache with the tenant's workers of the same number. With `None`
+    /// it shares with nobody.
     pub async fn spawn_php(
         &self,
         site: &SiteName,

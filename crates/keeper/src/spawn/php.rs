@@ -141,7 +141,7 @@ pub fn php_parent(
     let child = process.start(program, tenant, runner, (leaf, enclosure.as_deref()))?;
     drop(theirs);
     if let Err(error) = wait_ready(&ours) {
-        // What else it has started ends with its cell.
+        // The rest of its tree ends with its cell.
         child.end();
         let message = format!("{} does not become a parent: {error}", program.php_cgi.display());
         return Err(Fault::new(FailureKind::Broken, fault::SPAWN, message));
