@@ -686,7 +686,7 @@ fn a_limiter_written_as_a_rule_counts_requests_of_all_threads() {
     // One is answered, and the client of the other leaves.
     drop(running.pop());
     wait::until("who has left is counted no more", || count("a.test") == "1");
-    held.let_go(2);
+    held.let_those_go(2);
     running[0].response().expect(200);
     wait::until("nobody is counted", || count("a.test") == "0");
     held.let_go(1);

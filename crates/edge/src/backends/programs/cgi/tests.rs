@@ -339,13 +339,18 @@ fn a_named_cell_pays_for_all_that_ran_in_it() {
 #[test]
 fn an_answer_that_streams_is_settled_at_its_end() {
     let world = world();
-    world.file("stream.cgi", &BUSY.replace("fine'", "a'; sleep 0.05; printf b"));
+    world.file(
+        "stream.cgi",
+        &BUSY.replace("fine'", "a'; until [ -e ../notes/go ]; do sleep 0.01; done; printf b"),
+    );
+    let go = world.note("go");
     world.run(async |thread| {
         let execution = thread.confine(percent(5), false);
         let start = std::time::Instant::now();
         let mut response = thread.response("stream.cgi", get()).await;
         assert_eq!(piece(&mut response).await.unwrap().unwrap(), "a");
         assert!(!execution.is_all_reported(), "the first part did not wait");
+        std::fs::write(&go, "").unwrap();
         assert_eq!(text(response).await, "b");
         let usage = execution.usage().unwrap();
         assert!(start.elapsed() >= Duration::from_micros(usage.cpu_us * 20), "{usage:?}");
