@@ -7,17 +7,24 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RequestId(pub u128);
 
-impl fmt::Display for RequestId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl RequestId {
+    /// Returns its digits, as text in ASCII.
+    pub fn digits(&self) -> [u8; 32] {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         let mut text = [0; 32];
         for (pair, byte) in text.chunks_exact_mut(2).zip(self.0.to_be_bytes()) {
             pair[0] = DIGITS[usize::from(byte >> 4)];
             pair[1] = DIGITS[usize::from(byte & 15)];
         }
+        text
+    }
+}
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Every request writes its own id, mostly more than once: `{:032x}` takes several times as
         // long.
-        f.write_str(str::from_utf8(&text).expect("digits"))
+        f.write_str(str::from_utf8(&self.digits()).expect("digits"))
     }
 }
 

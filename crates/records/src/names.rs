@@ -3,6 +3,7 @@
 //! Not here: paths inside a site; `record` checks those.
 
 use std::fmt;
+use std::sync::Arc;
 
 use nagaya_base::limits::{HOST_LEN_MAX, NAME_LEN_MAX};
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,7 @@ macro_rules! name_type {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "String")]
-        pub struct $type(Box<str>);
+        pub struct $type(Arc<str>);
 
         impl $type {
             pub fn new(text: &str) -> Result<Self, NameError> {
@@ -57,7 +58,7 @@ macro_rules! name_type {
 
         impl From<$type> for String {
             fn from(name: $type) -> String {
-                name.0.into()
+                (*name.0).to_owned()
             }
         }
 

@@ -160,6 +160,7 @@ async fn from_files(
     let route = call.route;
     let programs = ProgramKind::of(&route.site.backend);
     let mut looked = lookup.into_found();
+    let mount = route.site.path.trim_end_matches('/');
     for _ in 0..=LOCAL_REDIRECTS_MAX {
         let head = &request.head;
         let found = match looked.take() {
@@ -176,48 +177,59 @@ async fn from_files(
                 .await;
         };
         serving::need_client();
-        let mount = route.site.path.trim_end_matches('/');
         // Its path info is then the whole path.
         let is_root = program.is_front && programs == ProgramKind::Cgi;
         let script = ProgramScript {
-            name: if is_root { mount.to_owned() } else { format!("{mount}/{}", program.script) },
+            name: if is_root { mount.to_owned() } else { [mount, "/", &program.script].concat() },
             file: program.script,
             path_info: program.path_info,
             variables: call.hooks.variables(),
             client: backends.forwarding.view_client(head),
         };
-        let mut again = request.head.clone();
+        let Request { head, body } = request;
         let outcome = match programs {
             ProgramKind::Php => {
                 let whose = (&route.tenant, place_of(backends, &root, files, &script.file));
                 let execution = call.execution.get_or_make();
-                backends.programs.php(&route.site, whose, script, request, (&execution, call.hooks)).await?
+                backends
+                    .programs
+                    .php(&route.site, whose, script, (&head, body), (&execution, call.hooks))
+                    .await?
             }
-            ProgramKind::FastCgi => from_script(backends, &mut call, script, request).await?,
+            ProgramKind::FastCgi => from_script(backends, &mut call, script, (&head, body)).await?,
             _ => {
                 let execution = call.execution.get_or_make();
-                backends.programs.cgi(&route.site, &route.tenant, script, request, &execution).await?
+                backends.programs.cgi(&route.site, &route.tenant, script, (&head, body), &execution).await?
             }
         };
         match outcome {
             ProgramOutcome::Response(response) => {
                 let (here, which) = ((route, &root), (files, programs));
-                return Box::pin(named_file::apply(&backends.files, here, which, &again, response)).await;
+                return Box::pin(named_file::apply(&backends.files, here, which, &head, response)).await;
             }
             ProgramOutcome::LocalRedirect { path, query } => {
-                again.path = path.into();
-                path::canonicalize(&mut again.path, &route.site.path)?;
-                again.query = query.map(Into::into);
-                if again.method != Method::HEAD {
-                    again.method = Method::GET;
-                }
-                request = Request { head: again, body: RequestBody::empty() };
+                request = redirect(head, (path, query), &route.site.path)?;
             }
         }
     }
     Err(Refusal::BackendInvalid(format!(
         "its programs redirect each other more than {LOCAL_REDIRECTS_MAX} times"
     )))
+}
+
+/// Returns the request for the path that a program names instead.
+fn redirect(
+    mut head: Box<RequestHead>,
+    (path, query): (String, Option<String>),
+    mount: &str,
+) -> Result<Request, Refusal> {
+    head.path = path.into();
+    path::canonicalize(&mut head.path, mount)?;
+    head.query = query.map(Into::into);
+    if head.method != Method::HEAD {
+        head.method = Method::GET;
+    }
+    Ok(Request { head, body: RequestBody::empty() })
 }
 
 /// Returns the present location of a script with this path below the root.
@@ -248,7 +260,7 @@ async fn from_script(
     backends: &Backends,
     call: &mut BackendCall<'_>,
     script: ProgramScript,
-    request: Request,
+    (head, body): (&RequestHead, RequestBody),
 ) -> Result<ProgramOutcome, Refusal> {
     let route = call.route;
     let Backend::App(app) = &route.site.backend else {
@@ -256,8 +268,8 @@ async fn from_script(
     };
     let limits = backends.limits.get();
     let connect = Duration::from_millis(limits.backend.connect_ms);
-    let silence = head_patience(&request.head, limits.backend.answer_ms, app.timeout_seconds);
-    let fastcgi = backends.programs.call(&route.site, &route.tenant, script, request, silence).await?;
+    let silence = head_patience(head, limits.backend.answer_ms, app.timeout_seconds);
+    let fastcgi = backends.programs.call(&route.site, &route.tenant, script, (head, body), silence).await?;
     let (lease, instance) = ready_instance(backends, call).await?;
     let connector = cell_connector(backends, &lease, call.execution);
     let debt = connector.execution().and_then(QuotaDebt::own);

@@ -8,6 +8,7 @@
 //!
 //! Not here: opening and sending (`files`).
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use http::header::{ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_RANGE, ETAG, HeaderName, LAST_MODIFIED};
@@ -66,9 +67,9 @@ pub async fn apply(
 
 /// Returns the path of the file relative to the document root, percent-encoded, with a slash in
 /// front.
-fn named(
+fn named<'r>(
     headers: &HeaderMap,
-    root: impl FnOnce() -> Result<std::path::PathBuf, Refusal>,
+    root: impl FnOnce() -> Result<Cow<'r, Path>, Refusal>,
 ) -> Result<Option<String>, Refusal> {
     let invalid = |what: &str| Refusal::BackendInvalid(format!("a program named a file to be sent: {what}"));
     if let Some(value) = headers.get(X_ACCEL_REDIRECT) {
@@ -108,7 +109,7 @@ mod tests {
 
     fn named_by(name: &HeaderName, value: &str) -> Result<Option<String>, Refusal> {
         let headers = [(name.clone(), HeaderValue::from_str(value).unwrap())].into_iter().collect();
-        named(&headers, || Ok("/srv/t/www".into()))
+        named(&headers, || Ok(Path::new("/srv/t/www").into()))
     }
 
     #[test]

@@ -38,7 +38,7 @@ use crate::backends::programs::response::HeadReader;
 use crate::backends::programs::script::{
     CgiRunningGuard, ProgramOutcome, ProgramScript, ScriptHooks, files_of,
 };
-use crate::http::message::{Request, Response, ResponseBody};
+use crate::http::message::{RequestBody, RequestHead, Response, ResponseBody};
 use crate::http::receipt_field;
 use crate::http::refusal::Refusal;
 use crate::metrics::EdgeMetrics;
@@ -118,13 +118,11 @@ impl ProgramRunner {
         site: &Arc<Site>,
         tenant: &Arc<Tenant>,
         script: ProgramScript,
-        request: Request,
+        (head, body): (&RequestHead, RequestBody),
         execution: &Rc<CellExecution>,
     ) -> Result<ProgramOutcome, Refusal> {
-        let Request { head, body } = request;
         let files = files_of(site)?;
-        let facts =
-            EnvironmentFacts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
+        let facts = EnvironmentFacts { head, body_len: body.len(), site, tenant, files, script: &script };
         let mut env = Vec::with_capacity(40);
         // The keeper's messages are text. A field that is not text is passed on as similar text.
         environment::for_cgi(&facts, |name, value| {
@@ -141,7 +139,7 @@ impl ProgramRunner {
             cgi::StartingCgi::begin(&self.keeper, site, (whose, env), (patience, takes_body), shared);
         let (started, whose) = (starting.finish().await)
             .map_err(|error| not_started(&format!("{} of site {}", script.file, site.name), error))?;
-        execution.set_cell(&started.cell);
+        execution.set_cell(started.cell.into());
         let gauge = UsageGauge::of(&self.keeper, started.guard.id(), (site, tenant), execution.confinement());
         let running = CgiRunningGuard::begin(&self.metrics);
         let tree =
@@ -161,19 +159,16 @@ impl ProgramRunner {
         site: &Arc<Site>,
         (tenant, place): (&Arc<Tenant>, ScriptPlace),
         script: ProgramScript,
-        request: Request,
+        (head, mut body): (&RequestHead, RequestBody),
         (execution, hooks): (&Rc<CellExecution>, &dyn ScriptHooks),
     ) -> Result<ProgramOutcome, Refusal> {
-        let Request { head, body } = request;
         let files = files_of(site)?;
-        let facts =
-            EnvironmentFacts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
+        let facts = EnvironmentFacts { head, body_len: body.len(), site, tenant, files, script: &script };
         let mut opening = opening(&facts, ConnectionReuse::Kept)?;
-        let mut body = body;
         self.after.begin();
         // Workers have a queue of their own, without predictions.
         let lease = self.pools.lease(tenant, |opcache| self.start_php(site, opcache)).await;
-        let mut lease = lease.map_err(|refusal| hooks.explain_refusal(refusal, &head))?;
+        let mut lease = lease.map_err(|refusal| hooks.explain_refusal(refusal, head))?;
         lease.settle(&site.name, place, |opcache| self.start_php(site, opcache)).await?;
         let mut workers = 1;
         if self.enter(&mut lease, site, execution).await.is_err() {
@@ -249,13 +244,13 @@ impl ProgramRunner {
             && !is_watched
             && place.suits(&site.name, confinement)
         {
-            execution.set_cell(&place.cell);
+            execution.set_cell(Arc::clone(&place.cell));
             return Ok(());
         }
         // If this is cancelled or fails, the worker's cell is not known.
         worker.place = None;
-        let cell = self.keeper.enter(worker.id, &site.name, confinement).await?;
-        execution.set_cell(&cell);
+        let cell: Arc<str> = self.keeper.enter(worker.id, &site.name, confinement).await?.into();
+        execution.set_cell(Arc::clone(&cell));
         let place = WorkerCell { site: site.name.clone(), confinement: Arc::clone(confinement), cell };
         worker.place = Some(Box::new(place));
         Ok(())

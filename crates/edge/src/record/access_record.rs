@@ -71,7 +71,7 @@ pub struct AccessRecord {
 #[derive(Debug, Clone, Default)]
 pub struct AccessDetails {
     /// The cell of its programs, as `nagaya cells` shows it.
-    pub cell: Option<Box<str>>,
+    pub cell: Option<Arc<str>>,
     /// For an application: whether the cell is the request's own.
     pub cell_of: Option<UsageScope>,
     /// Factor by which limits of its site's application were raised for it.

@@ -26,6 +26,11 @@ use crate::record::access_record::{AccessDetails, ProgramUsage, UsageScope};
 /// arrives within a millisecond, unless the keeper has ended.
 pub const USAGE_WAIT: Duration = Duration::from_secs(2);
 
+thread_local! {
+    /// The confinement of requests without limits of their own: one for all of them.
+    static UNCONFINED: Arc<Confinement> = Arc::default();
+}
+
 /// Where the programs of one request run, and their usage. Only requests with a limit or a
 /// program have one.
 #[derive(Debug)]
@@ -40,7 +45,7 @@ pub struct CellExecution {
 
 #[derive(Debug, Default)]
 struct ExecutionState {
-    cell: Option<Box<str>>,
+    cell: Option<Arc<str>>,
     /// For an application: whose cell it is.
     cell_of: Option<UsageScope>,
     /// Factor by which limits of an application were raised for it.
@@ -107,8 +112,8 @@ impl CellExecution {
     }
 
     /// Sets the name of its cell, as `nagaya cells` shows it.
-    pub fn set_cell(&self, name: &str) {
-        self.state.borrow_mut().cell = Some(name.into());
+    pub fn set_cell(&self, name: Arc<str>) {
+        self.state.borrow_mut().cell = Some(name);
     }
 
     /// Sets the cell of a request to an application.
@@ -130,7 +135,7 @@ impl CellExecution {
         self.state.borrow().raised
     }
 
-    pub fn cell(&self) -> Option<Box<str>> {
+    pub fn cell(&self) -> Option<Arc<str>> {
         self.state.borrow().cell.clone()
     }
 
@@ -265,7 +270,8 @@ impl ExecutionSlot {
 
     /// As it was confined, or else in a cell of its own without limits of its own.
     pub fn get_or_make(&self) -> Rc<CellExecution> {
-        Rc::clone(self.execution.get_or_init(|| CellExecution::of(Confinement::default(), self.is_disclosed)))
+        let make = || CellExecution::of(UNCONFINED.with(Arc::clone), self.is_disclosed);
+        Rc::clone(self.execution.get_or_init(make))
     }
 
     /// `None` if no rule, limit or program made one.

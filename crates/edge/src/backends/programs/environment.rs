@@ -11,10 +11,10 @@
 //! nobody. The choice of fields that become variables is the same for every kind of backend
 //! (`forward::fields`). Trusted proxies in front may name the client (`forward::client`).
 
-use std::ffi::OsStr;
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE, VIA};
 use http::{HeaderMap, HeaderName, Version};
@@ -28,6 +28,9 @@ use crate::http::proxy_headers::client::ClientView;
 use crate::http::proxy_headers::fields::{FieldFate, fate};
 use crate::http::proxy_headers::trace;
 use crate::http::refusal::Refusal;
+
+/// Usual length of the longest text that is put together for a variable, bytes.
+const TEXT_LEN: usize = 128;
 
 /// Source of the variables.
 pub struct EnvironmentFacts<'a> {
@@ -105,8 +108,10 @@ fn common(facts: &EnvironmentFacts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Re
             return Err(Refusal::BadRequest("a NUL in the path"));
         }
     }
-    server(head, &script.client, set);
-    request(head, facts.body_len, set);
+    // For all names and values that are put together: a request has no allocation for each.
+    let mut text = String::with_capacity(TEXT_LEN);
+    server(head, &script.client, &mut text, set);
+    request(head, facts.body_len, &mut text, set);
     set("SCRIPT_NAME", script.name.as_bytes());
     if !script.path_info.is_empty() {
         set("PATH_INFO", &script.path_info);
@@ -114,21 +119,24 @@ fn common(facts: &EnvironmentFacts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Re
     // php-cgi's mark that a web server, not a visitor, chose the script. Applications check it,
     // too.
     set("REDIRECT_STATUS", b"200");
-    headers(&head.headers, set);
-    restated(head, &script.client, set);
+    headers(&head.headers, &mut text, set);
+    restated(head, &script.client, &mut text, set);
     trace::each_field(&head.headers, head.id, |name, value| {
-        let mut variable = String::with_capacity(32);
-        push_variable(name, &mut variable);
-        set(&variable, value);
+        write_variable(name, &mut text);
+        set(&text, value);
     });
     Ok(())
 }
 
 /// Returns the document root as an absolute path. The edge itself never opens it: it comes from
 /// the record alone.
-pub fn document_root(site: &Site, tenant: &Tenant, files: &FileRoot) -> Result<PathBuf, Refusal> {
+pub fn document_root<'f>(
+    site: &Site,
+    tenant: &Tenant,
+    files: &'f FileRoot,
+) -> Result<Cow<'f, Path>, Refusal> {
     let root = if files.root.is_absolute() {
-        files.root.clone()
+        Cow::Borrowed(&*files.root)
     } else {
         let home = tenant.home.as_deref().ok_or_else(|| {
             Refusal::SiteBroken(format!(
@@ -136,18 +144,27 @@ pub fn document_root(site: &Site, tenant: &Tenant, files: &FileRoot) -> Result<P
                 site.name, tenant.name
             ))
         })?;
-        home.join(&files.root)
+        Cow::Owned(home.join(&files.root))
     };
     if root.components().any(|part| part == Component::ParentDir) {
         return Err(Refusal::SiteBroken(format!("site {}: its root may not contain '..'", site.name)));
     }
+    if is_plain(&root) {
+        return Ok(root);
+    }
     // Collecting the components drops `.` and repeated or trailing slashes.
-    Ok(root.components().collect())
+    Ok(Cow::Owned(root.components().collect()))
 }
 
-fn server(head: &RequestHead, client: &ClientView, set: &mut impl FnMut(&str, &[u8])) {
+/// Returns whether an absolute path is written in its shortest form.
+fn is_plain(path: &Path) -> bool {
+    let below = path.as_os_str().as_bytes().strip_prefix(b"/").unwrap_or_default();
+    below.is_empty() || below.split(|&byte| byte == b'/').all(|part| !matches!(part, b"" | b"."))
+}
+
+fn server(head: &RequestHead, client: &ClientView, text: &mut String, set: &mut impl FnMut(&str, &[u8])) {
     let conn = &head.conn;
-    let mut text = String::new();
+    text.clear();
     set("GATEWAY_INTERFACE", b"CGI/1.1");
     set("SERVER_SOFTWARE", b"nagaya");
     let local = conn.local.ip().to_canonical();
@@ -184,18 +201,16 @@ fn server(head: &RequestHead, client: &ClientView, set: &mut impl FnMut(&str, &[
     }
 }
 
-fn request(head: &RequestHead, body_len: Option<u64>, set: &mut impl FnMut(&str, &[u8])) {
+fn request(head: &RequestHead, body_len: Option<u64>, text: &mut String, set: &mut impl FnMut(&str, &[u8])) {
     set("REQUEST_METHOD", head.method.as_str().as_bytes());
     let query = head.query.as_deref().unwrap_or("");
     set("QUERY_STRING", query.as_bytes());
     match &head.query {
         None => set("REQUEST_URI", head.path.as_bytes()),
         Some(query) => {
-            let mut target = String::with_capacity(head.path.len() + 1 + query.len());
-            target.push_str(&head.path);
-            target.push('?');
-            target.push_str(query);
-            set("REQUEST_URI", target.as_bytes());
+            text.clear();
+            text.extend([&*head.path, "?", query]);
+            set("REQUEST_URI", text.as_bytes());
         }
     }
     // The length is that of the real body, which the head of an HTTP/2 request need not announce.
@@ -207,7 +222,7 @@ fn request(head: &RequestHead, body_len: Option<u64>, set: &mut impl FnMut(&str,
     if let Some(value) = head.headers.get(CONTENT_TYPE) {
         set("CONTENT_TYPE", value.as_bytes());
     }
-    set("UNIQUE_ID", head.id.to_string().as_bytes());
+    set("UNIQUE_ID", &head.id.digits());
 }
 
 fn paths(facts: &EnvironmentFacts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
@@ -219,15 +234,27 @@ fn paths(facts: &EnvironmentFacts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Res
         set("CONTEXT_PREFIX", site.path.trim_end_matches('/').as_bytes());
         set("CONTEXT_DOCUMENT_ROOT", bytes(&root));
     }
-    set("SCRIPT_FILENAME", bytes(&root.join(script.file.trim_start_matches('/'))));
+    let mut path = Vec::with_capacity(TEXT_LEN);
+    write_below(&root, script.file.trim_start_matches('/').as_bytes(), &mut path);
+    set("SCRIPT_FILENAME", &path);
     // A script may open this path, so it never leaves the root.
     if !script.path_info.is_empty()
         && !script.path_info.split(|&byte| byte == b'/').any(|segment| segment == b"..")
     {
         let rest = script.path_info.strip_prefix(b"/").unwrap_or(&script.path_info);
-        set("PATH_TRANSLATED", bytes(&root.join(OsStr::from_bytes(rest))));
+        write_below(&root, rest, &mut path);
+        set("PATH_TRANSLATED", &path);
     }
     Ok(())
+}
+
+/// Writes the path of a file below the root into `path`.
+fn write_below(root: &Path, file: &[u8], path: &mut Vec<u8>) {
+    let root = bytes(root);
+    path.clear();
+    for part in [root.strip_suffix(b"/").unwrap_or(root), b"/", file] {
+        path.extend_from_slice(part);
+    }
 }
 
 fn bytes(path: &Path) -> &[u8] {
@@ -236,26 +263,27 @@ fn bytes(path: &Path) -> &[u8] {
 
 /// Puts values that are both client variables and fields of a trusted proxy: one value each, and
 /// the same one.
-fn restated(head: &RequestHead, client: &ClientView, set: &mut impl FnMut(&str, &[u8])) {
-    set("HTTP_X_REQUEST_ID", head.id.to_string().as_bytes());
+fn restated(head: &RequestHead, client: &ClientView, text: &mut String, set: &mut impl FnMut(&str, &[u8])) {
+    set("HTTP_X_REQUEST_ID", &head.id.digits());
     if !client.is_relayed {
         return;
     }
-    set("HTTP_X_FORWARDED_FOR", client.address.to_string().as_bytes());
+    text.clear();
+    write!(text, "{}", client.address).expect("a string takes everything");
+    set("HTTP_X_FORWARDED_FOR", text.as_bytes());
     set("HTTP_X_FORWARDED_PROTO", client.scheme.as_bytes());
     set("HTTP_X_FORWARDED_HOST", client.host.as_deref().unwrap_or(&head.host).as_bytes());
     set("HTTP_X_FORWARDED_PORT", itoa::Buffer::new().format(client.server_port).as_bytes());
 }
 
-fn headers(headers: &HeaderMap, set: &mut impl FnMut(&str, &[u8])) {
-    let mut variable = String::with_capacity(64);
+fn headers(headers: &HeaderMap, variable: &mut String, set: &mut impl FnMut(&str, &[u8])) {
     let mut joined = Vec::new();
     for name in headers.keys().filter(|name| is_variable(name)) {
-        push_variable(name, &mut variable);
+        write_variable(name, variable);
         let mut values = headers.get_all(name).iter();
         let first = values.next().expect("a name in the map has a value");
         match values.next() {
-            None => set(&variable, first.as_bytes()),
+            None => set(variable, first.as_bytes()),
             Some(second) => {
                 let separator: &[u8] = if name == COOKIE { b"; " } else { b", " };
                 joined.clear();
@@ -264,7 +292,7 @@ fn headers(headers: &HeaderMap, set: &mut impl FnMut(&str, &[u8])) {
                     joined.extend_from_slice(separator);
                     joined.extend_from_slice(value.as_bytes());
                 }
-                set(&variable, &joined);
+                set(variable, &joined);
             }
         }
     }
@@ -281,7 +309,7 @@ fn is_variable(name: &HeaderName) -> bool {
 }
 
 /// Writes the variable name of a header field into `variable`.
-fn push_variable(name: &HeaderName, variable: &mut String) {
+fn write_variable(name: &HeaderName, variable: &mut String) {
     variable.clear();
     variable.push_str("HTTP_");
     variable.extend(name.as_str().chars().map(|c| if c == '-' { '_' } else { c.to_ascii_uppercase() }));

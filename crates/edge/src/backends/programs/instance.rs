@@ -22,7 +22,7 @@ use crate::backends::programs::environment::{EnvironmentFacts, opening};
 use crate::backends::programs::patience::{ProgramAlarm, ProgramTimeouts};
 use crate::backends::programs::responder::{ErrorLines, FastCgiExchange, ResponderLink, UnreadRequest};
 use crate::backends::programs::script::{ProgramOutcome, ProgramScript, files_of};
-use crate::http::message::{Request, RequestBody};
+use crate::http::message::{RequestBody, RequestHead};
 use crate::http::receipt_field;
 use crate::http::refusal::Refusal;
 
@@ -54,12 +54,11 @@ impl ProgramRunner {
         site: &Site,
         tenant: &Tenant,
         script: ProgramScript,
-        request: Request,
+        (head, body): (&RequestHead, RequestBody),
         silence: Duration,
     ) -> Result<InstanceCall, Refusal> {
-        let Request { head, body } = request;
         let facts = EnvironmentFacts {
-            head: &head,
+            head,
             body_len: body.len(),
             site,
             tenant,
@@ -72,7 +71,7 @@ impl ProgramRunner {
             opening,
             body,
             errors: ErrorLines::new("FastCGI", site.name.clone(), head.id),
-            method: head.method,
+            method: head.method.clone(),
             name: script.file,
             silence,
             after: Rc::clone(&self.after),

@@ -91,7 +91,7 @@ pub(super) struct WorkerCell {
     pub site: SiteName,
     pub confinement: Arc<Confinement>,
     /// Name, as `nagaya cells` shows it.
-    pub cell: Box<str>,
+    pub cell: Arc<str>,
 }
 
 impl WorkerCell {

@@ -218,13 +218,15 @@ impl Thread {
             variables: Vec::new(),
             client: ClientView::direct(&request.head),
         };
+        let Request { head, body } = request;
+        let (execution, request) = (self.execution(), (&*head, body));
         match self.site.backend.kind() {
-            "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request, &self.execution()).await,
+            "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request, &execution).await,
             _ => {
                 let (root, directory) = (self.root.get(), self.root.get());
                 let looked = self.programs.path_moment();
                 let whose = (&self.tenant, ScriptPlace { root, path: "".into(), directory, looked });
-                self.programs.php(&self.site, whose, script, request, (&self.execution(), &NoHooks)).await
+                self.programs.php(&self.site, whose, script, request, (&execution, &NoHooks)).await
             }
         }
     }

@@ -70,7 +70,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "tenant": site.map(|site| site.tenant.as_str()),
         "backend": site.map(|site| site.backend.kind()),
         "node": node,
-        "cell": more.cell,
+        "cell": more.cell.as_deref(),
         "cell_of": more.cell_of.map(UsageScope::as_str),
         "limits": limits(record, more),
         "named": more.confinement().named.iter().map(named).collect::<Vec<_>>(),

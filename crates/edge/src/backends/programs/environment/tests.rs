@@ -289,9 +289,15 @@ fn an_empty_body_has_a_length_only_if_the_client_said_so() {
 #[test]
 fn a_path_behind_the_script_never_leaves_the_root() {
     let site = site(r#"{"kind":"php","root":"web"}"#);
-    let script = ProgramScript { path_info: b"/../../etc/passwd".into(), ..script() };
-    let all = php(&head(&[]), &site, &script, Some(0)).unwrap();
-    assert!(!all.contains_key("PATH_TRANSLATED"));
+    for (path_info, expected) in [
+        (&b"/../../etc/passwd"[..], None),
+        (b"//etc/passwd", Some("/srv/demo/web//etc/passwd")),
+        (b"/", Some("/srv/demo/web/")),
+    ] {
+        let script = ProgramScript { path_info: path_info.into(), ..script() };
+        let all = php(&head(&[]), &site, &script, Some(0)).unwrap();
+        assert_eq!(all.get("PATH_TRANSLATED").map(|path| &**path), expected, "{}", path_info.escape_ascii());
+    }
 }
 
 #[test]
@@ -310,11 +316,14 @@ fn document_roots_are_absolute_and_plain() {
     let root = |root: &str, tenant: &Tenant| {
         let site = site(&format!(r#"{{"kind":"php","root":"{root}"}}"#));
         let Backend::Php(files) = &site.backend else { unreachable!("it was made as php") };
-        document_root(&site, tenant, files)
+        document_root(&site, tenant, files).map(Cow::into_owned)
     };
     let homeless = Tenant { home: None, ..tenant() };
     assert_eq!(root("web", &tenant()).unwrap(), Path::new("/srv/demo/web"));
-    assert_eq!(root("/usr/share/dokuwiki/", &homeless).unwrap(), Path::new("/usr/share/dokuwiki"));
+    for same in ["/usr/share/dokuwiki/", "/usr//share/./dokuwiki", "/usr/share/dokuwiki"] {
+        assert_eq!(root(same, &homeless).unwrap(), Path::new("/usr/share/dokuwiki"));
+    }
+    assert_eq!(root("/", &homeless).unwrap(), Path::new("/"));
     assert!(matches!(root("web", &homeless), Err(Refusal::SiteBroken(_))));
     assert!(matches!(root("web/../../other", &tenant()), Err(Refusal::SiteBroken(_))));
 }

@@ -32,7 +32,7 @@ fn stream() -> (Sender, ResponseBody) {
 
 fn execution() -> Rc<CellExecution> {
     let execution = CellExecution::of(Confinement::default(), true);
-    execution.set_cell("demo/wiki/r1");
+    execution.set_cell("demo/wiki/r1".into());
     execution
 }
 
