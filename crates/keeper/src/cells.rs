@@ -6,6 +6,7 @@
 //! `leaf`). `docs/cells.md` describes all of it for operators. Not here: a request's confinement
 //! (`records::cell`), whether it is allowed (`confinement`), the life of a process (`process`).
 
+mod account;
 mod birth;
 mod branch;
 mod cell_path;

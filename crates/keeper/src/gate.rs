@@ -290,6 +290,7 @@ impl OpenPassage<'_> {
             worker_end: None,
             part_due: None,
             is_kept: body == 0,
+            begun: Instant::now(),
             times,
         };
         exchange.run(incoming).await?;
@@ -427,7 +428,7 @@ async fn answer_absent(
     // First the body: for the edge an earlier response means that the worker is not clean.
     discard_body(edge, &mut body, incoming).await?;
     let mut answer = fastcgi::whole_answer(NO_FILE);
-    answer.extend(usage_record(rule));
+    answer.extend(usage_record(rule, Duration::ZERO));
     let mut left = &answer[..];
     while !left.is_empty() {
         match edge.try_write(left) {
@@ -439,9 +440,10 @@ async fn answer_absent(
     Ok(())
 }
 
-/// The record that reports the use of the request whose response has just ended.
-fn usage_record(rule: &ScriptRule) -> Vec<u8> {
-    rule.settle().map_or(UsageReport::Ask, UsageReport::Known).record()
+/// The record that reports the use of the request whose response has just ended. `took`: its time
+/// at the worker.
+fn usage_record(rule: &ScriptRule, took: Duration) -> Vec<u8> {
+    rule.settle(took).map_or(UsageReport::Ask, UsageReport::Known).record()
 }
 
 /// Reads the rest of a body, and discards it.
@@ -488,6 +490,8 @@ struct GateExchange<'a> {
     part_due: Option<Instant>,
     /// The connection with the worker carries another request.
     is_kept: bool,
+    /// When its opening was here.
+    begun: Instant,
     times: PassageTimes,
 }
 
@@ -643,7 +647,7 @@ impl GateExchange<'_> {
                     return Err(CloseReason::Gone);
                 }
                 if self.answer.has_ended() {
-                    self.to_edge.extend_from_slice(&usage_record(self.rule));
+                    self.to_edge.extend_from_slice(&usage_record(self.rule, self.begun.elapsed()));
                 }
                 self.part_due.get_or_insert_with(|| Instant::now() + self.times.part_wait);
                 Ok(())

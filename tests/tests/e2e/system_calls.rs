@@ -35,6 +35,9 @@ const NOT_COUNTED: [&str; 5] = ["epoll_wait", "epoll_pwait", "futex", "restart_s
 /// What is done beside requests: clocks that tick, a log that is written.
 const ASIDE_MAX: usize = REQUESTS / 4;
 
+/// Rounds until one has no interruption.
+const ROUNDS_MAX: usize = 20;
+
 /// A kept connection to one page.
 struct Asking {
     connection: Connection,
@@ -59,20 +62,27 @@ impl Asking {
 /// Calls of a process of the node for each request: exactly these.
 #[track_caller]
 fn check(world: &World, process: &str, asking: &mut Asking, expected: &[(&str, usize)]) {
-    let calls = count_calls(world.pid_of(process), &world.path("calls"), || {
+    let calls = count(world, process, asking);
+    let problem = compare(&calls, expected);
+    assert!(problem.is_none(), "{process}: {}: {calls:?}", problem.unwrap_or_default());
+}
+
+fn count(world: &World, process: &str, asking: &mut Asking) -> BTreeMap<String, usize> {
+    count_calls(world.pid_of(process), &world.path("calls"), || {
         (0..REQUESTS).for_each(|_| asking.ask());
-    });
+    })
+}
+
+/// How these calls differ from the expected ones.
+fn compare(calls: &BTreeMap<String, usize>, expected: &[(&str, usize)]) -> Option<String> {
     let expected: BTreeMap<&str, usize> = expected.iter().copied().collect();
     for (name, count) in calls.iter().filter(|(name, _)| !NOT_COUNTED.contains(&name.as_str())) {
         let due = REQUESTS * expected.get(name.as_str()).unwrap_or(&0);
-        assert!(
-            (due..=due + ASIDE_MAX).contains(count),
-            "{process}: {count} of {name} for {REQUESTS}: {calls:?}"
-        );
+        if !(due..=due + ASIDE_MAX).contains(count) {
+            return Some(format!("{count} of {name} for {REQUESTS}"));
+        }
     }
-    for name in expected.keys() {
-        assert!(calls.contains_key(*name), "{process}: none of {name}: {calls:?}");
-    }
+    expected.keys().find(|name| !calls.contains_key(**name)).map(|name| format!("none of {name}"))
 }
 
 fn a_kept_file_costs_two_system_calls_and_a_shared_look() {
@@ -113,7 +123,14 @@ fn a_script_costs_the_system_calls_that_are_named() {
     let of_edge =
         [("openat2", 1), ("statx", 1), ("close", 1), ("recvfrom", 2), ("sendmsg", 1), ("sendto", 1)];
     check(&world, "edge", &mut asking, &of_edge);
-    // The gate passes both on, and reads the counters of the worker's cell.
-    check(&world, "keeper", &mut asking, &[("recvfrom", 2), ("sendmsg", 2), ("pread64", 5)]);
+    // The gate passes both on, sees that the worker is alone in its cell, and reads the clock of its CPU time. It reads
+    // the counters of the cell after a request that took long, as on a busy machine.
+    let of_gate = [("recvfrom", 2), ("sendmsg", 2), ("pread64", 1), ("clock_gettime", 1)];
+    let mut calls = BTreeMap::new();
+    let is_as_expected = |_| {
+        calls = count(&world, "keeper", &mut asking);
+        compare(&calls, &of_gate).is_none()
+    };
+    assert!((0..ROUNDS_MAX).any(is_as_expected), "keeper: {:?}: {calls:?}", compare(&calls, &of_gate));
     world.stop();
 }

@@ -18,6 +18,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use crate::cells::cpu_demand::{CpuDemand, CpuDemandGuard};
 use crate::sys::CellEntrance;
 
+use super::account::CellAccount;
 use super::branch::{CellBranch, JoinTarget};
 use super::controllers::CgroupVersion;
 use super::device::DeviceNumber;
@@ -59,13 +60,7 @@ struct LeafState {
     tasks: Vec<Arc<OwnedFd>>,
     limits: LimitSet,
     roots: Vec<DeviceNumber>,
-    /// The counters at its begin.
-    began: CellCounters,
-    /// No directory counts its disk alone, so its processes are read: the last values, and those at
-    /// its begin.
-    asks: bool,
-    said: CellCounters,
-    said_began: CellCounters,
+    account: CellAccount,
     /// Its use, for callers after it was returned.
     last: RequestUsage,
     /// Counts kernel kills for lack of memory in it. `None` if nobody counts.
@@ -96,7 +91,7 @@ impl Leaf {
         let tasks = v1.into_iter().map(|dir| dir.tasks()).collect::<Result<_, _>>()?;
         let counted =
             |dir: &Arc<CgroupDir>| dir.hierarchy.controllers.has(CgroupController::Blkio) && dir.is_leaf();
-        let asks = !joined.iter().flatten().any(counted);
+        let account = CellAccount::new(!joined.iter().flatten().any(counted));
         let shares =
             |dir: &&Arc<CgroupDir>| dir.hierarchy.controllers.has(CgroupController::Cpu) && dir.is_leaf();
         // Before anything is born in it.
@@ -108,10 +103,7 @@ impl Leaf {
             tasks,
             limits,
             roots,
-            began: CellCounters::default(),
-            asks,
-            said: CellCounters::default(),
-            said_began: CellCounters::default(),
+            account,
             last: RequestUsage::default(),
             kills: None,
             guard: None,
@@ -362,9 +354,9 @@ impl Leaf {
         let mut state = self.state.lock();
         state.forget_kills();
         state.ask(None);
-        state.said_began = state.said;
         // Counters that cannot be read count nothing.
-        state.began = state.body.as_ref().and_then(|body| body.read().ok()).unwrap_or_default();
+        let counters = state.body.as_ref().and_then(|body| body.read().ok()).unwrap_or_default();
+        state.account.begin(counters);
     }
 
     /// As `usage` and then `begin`, with one reading of the counters. `None`, and nothing is
@@ -373,26 +365,34 @@ impl Leaf {
     pub fn begin_next(&self, pid: Pid, accepts: impl Fn(&RequestUsage) -> bool) -> Option<RequestUsage> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let body = state.body.as_ref()?;
-        if !body.fence.as_ref().map_or(Ok(true), |fence| fence.has_only(pid)).ok()? {
-            return None;
-        }
+        let body = state.body.as_ref().filter(|body| body.has_only(pid))?;
         let counters = body.read().ok()?;
-        if state.asks {
-            state.note_disk_use(&[pid]);
+        if state.account.reads_processes() {
+            state.account.note_disk_use(&[pid]);
         }
-        let used = state.used(counters);
+        let used = state.account.used(counters);
         if !accepts(&used) {
             return None;
         }
         state.forget_kills();
-        (state.began, state.said_began) = (counters, state.said);
+        state.account.begin_process(counters, pid);
         Some(used)
+    }
+
+    /// As `begin_next`, after a short request. Reads no counters: the CPU time is that of the
+    /// process, and all other use is part of a later reading. `None`, and nothing is changed, if
+    /// the counters have to be read, also for a cell with limits of its own.
+    pub fn begin_next_quick(&self, pid: Pid) -> Option<RequestUsage> {
+        let mut state = self.state.lock();
+        if !state.limits.is_empty() || !state.body.as_ref()?.has_only(pid) {
+            return None;
+        }
+        state.account.take_quick(pid)
     }
 
     /// Sets the counters at the moment it was taken.
     pub fn began_at(&self, counters: CellCounters) {
-        self.state.lock().began = counters;
+        self.state.lock().account.began_at(counters);
     }
 
     /// Returns CPU time used in it, and time throttled by a quota, microseconds, since it was made.
@@ -441,37 +441,19 @@ impl LeafState {
     fn usage(&self) -> RequestUsage {
         let Some(body) = &self.body else { return self.last };
         // The values of a directory that somebody removed are final.
-        body.read().map_or(self.last, |counters| self.used(counters))
-    }
-
-    /// Returns the use since `began`, for these counters.
-    fn used(&self, counters: CellCounters) -> RequestUsage {
-        let mut used = counters - self.began;
-        if self.asks {
-            let said = self.said - self.said_began;
-            (used.read_bytes, used.write_bytes) = (said.read_bytes, said.write_bytes);
-        }
-        used.into()
+        body.read().map_or(self.last, |counters| self.account.used(counters))
     }
 
     /// Reads what the processes read and wrote, where no directory counts it.
     fn ask(&mut self, leader: Option<Pid>) {
-        let Some(fence) = self.body.as_ref().and_then(|body| body.fence.as_ref()).filter(|_| self.asks)
-        else {
+        if !self.account.reads_processes() {
             return;
-        };
+        }
+        let Some(fence) = self.body.as_ref().and_then(|body| body.fence.as_ref()) else { return };
         let mut pids = fence.pids().unwrap_or_default();
         // A process that has ended is no longer listed, but its numbers can be read until it is
         // reaped.
         pids.extend(leader.filter(|leader| !pids.contains(leader)));
-        self.note_disk_use(&pids);
-    }
-
-    /// Notes what these processes read and wrote. The numbers of a process that ends are lost, or
-    /// added to those of its waiting parent. So the sum is the maximum seen.
-    fn note_disk_use(&mut self, pids: &[Pid]) {
-        let said = usage::of_processes(pids);
-        self.said.read_bytes = self.said.read_bytes.max(said.read_bytes);
-        self.said.write_bytes = self.said.write_bytes.max(said.write_bytes);
+        self.account.note_disk_use(&pids);
     }
 }

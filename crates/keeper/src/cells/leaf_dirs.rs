@@ -189,6 +189,11 @@ impl LeafDirs {
         Ok(())
     }
 
+    /// Returns whether nothing but this process is in it, as far as processes are listed.
+    pub fn has_only(&self, pid: Pid) -> bool {
+        self.fence.as_ref().is_none_or(|fence| fence.has_only(pid).unwrap_or(false))
+    }
+
     /// Prepares it for another request. Returns false if it cannot have one.
     pub fn renew(&mut self) -> bool {
         self.ends = 0;

@@ -31,6 +31,10 @@ const EXTENSION: &[u8] = b".php";
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
+/// Time below which a request's use is not read from all counters. A program that a script starts
+/// in this time can use little.
+const QUICK_MAX: Duration = Duration::from_millis(2);
+
 /// Maximum number of scripts of one worker that are not looked up again, and for how long.
 const SEEN_MAX: usize = 16;
 const SEEN_AGE_MAX: Duration = Duration::from_secs(1);
@@ -75,16 +79,18 @@ impl ScriptRule {
         self.cell.lock().reports = reports;
     }
 
-    /// Ends the count of the present request's use, and returns that. `None` if the keeper has to
-    /// be asked for it: the request left processes behind, or is watched.
+    /// Ends the count of the present request's use, and returns that. `took`: its time at the
+    /// worker. `None` if the keeper has to be asked for it: the request left processes behind, or
+    /// is watched.
     ///
     /// The kernel counts the CPU time of a running process when that pauses, and at timer ticks. A
     /// worker that still runs on another CPU may have used nothing by the counters. Then `None`,
     /// too: it has paused when the keeper is asked.
-    pub fn settle(&self) -> Option<RequestUsage> {
+    pub fn settle(&self, took: Duration) -> Option<RequestUsage> {
         let cell = self.cell.lock();
         let (leaf, pid) = cell.place.as_ref().filter(|_| cell.reports)?;
-        leaf.begin_next(*pid, |used| used.cpu_us > 0)
+        let quick = (took < QUICK_MAX).then(|| leaf.begin_next_quick(*pid)).flatten();
+        quick.or_else(|| leaf.begin_next(*pid, |used| used.cpu_us > 0))
     }
 
     /// Sets the CPU demand of the worker, in its present cell and in later ones.

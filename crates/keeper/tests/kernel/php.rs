@@ -24,6 +24,7 @@ pub const ROOT: &[Fact] = &[
     ("a hostile edge gets PHP workers for PHP sites only", for_php_sites_only),
     ("a PHP worker runs scripts of the site it serves and no other file", its_sites_scripts_only),
     ("nothing of a request's body is taken for a request by a PHP worker", no_request_in_a_body),
+    ("the CPU time of PHP requests is counted once, also of short ones", counted_once),
 ];
 
 fn answers() {
@@ -48,6 +49,38 @@ fn answers() {
         assert_eq!(told, record(3, &[0, 0, 0, 0, 2, 0, 0, 0]), "the connection ends with it");
     });
     assert_eq!(std::fs::read_dir(world.dir.path().join("run/php")).unwrap().count(), 0, "no path is left");
+}
+
+/// A worker says its own CPU time and that of its ended children. The reports of its requests have
+/// the same sum, but for the part of a request after its script.
+fn counted_once() {
+    const TAIL_US: u64 = 2_000;
+    let world = World::new();
+    let script = world.script(
+        "x.php",
+        "<?php if ($_GET['q'] === 'child') shell_exec('i=0; while [ $i -lt 50000 ]; do i=$((i+1)); done'); \
+         function used($who) { $r = getrusage($who); return 1000000 * ($r['ru_utime.tv_sec'] + $r['ru_stime.tv_sec']) \
+         + $r['ru_utime.tv_usec'] + $r['ru_stime.tv_usec']; } echo used(0), ' ', used(1);",
+    );
+    let world = with_sites(world).start();
+    world.run(async |keeper| {
+        let mut php = Php::start(&keeper).await;
+        keeper.enter(php.guard.id(), &site_name("php"), &Confinement::default()).await.unwrap();
+        let (mut said, mut reported) = (Vec::new(), Vec::new());
+        for number in 0..100 {
+            let q = if number % 40 == 30 { "q=child" } else { "q=none" };
+            let numbers = php.ask(&script, q).await;
+            let numbers: Vec<u64> = numbers.split(' ').map(|number| number.parse().unwrap()).collect();
+            said.push((numbers[0], numbers[1]));
+            reported.push(php.leave(&keeper).await.cpu_us);
+        }
+        let (first, last) = (said[0], said[99]);
+        assert!(last.1 - first.1 > 10_000, "programs ran: {said:?}");
+        let (sum, expected) = (reported[1..].iter().sum::<u64>(), last.0 - first.0 + last.1 - first.1);
+        assert!(sum.abs_diff(expected) < TAIL_US, "{sum} for {expected}: {reported:?}");
+        let of_program = reported[30];
+        assert!(of_program >= said[30].1 - said[29].1, "its own request has it: {of_program}");
+    });
 }
 
 /// A PHP site for each of the tenants, and one more of alice's.
