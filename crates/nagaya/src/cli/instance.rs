@@ -81,6 +81,8 @@ pub struct InstanceView {
     pub uses: Option<u64>,
     pub memory_bytes: Option<u64>,
     pub cpu_us: Option<u64>,
+    /// Time of its threads in the run queue. `None` where they stand still.
+    pub queued_us: Option<u64>,
     pub wakes: Option<u64>,
     pub last_wake: Option<WakeReport>,
     pub image: Option<ImageView>,

@@ -61,6 +61,8 @@ struct TopSample {
     requests: RequestsView,
     /// CPU time in microseconds and memory of each site's cell, by `TENANT/SITE`.
     used: HashMap<String, (u64, Option<u64>)>,
+    /// The node's mean load of the last minute. `None` if it cannot be read.
+    load_average: Option<f64>,
 }
 
 /// A site's row. Fields that do not go with its kind are absent.
@@ -122,7 +124,25 @@ impl TopSample {
             let usage = cell.usage;
             (cell.path, (usage.cpu_us.unwrap_or(0), usage.memory_bytes))
         });
-        Ok(Self { at: SystemClock.now(), instances, requests, used: used.collect() })
+        let load_average = std::fs::read_to_string("/proc/loadavg")
+            .ok()
+            .and_then(|text| text.split(' ').next()?.parse().ok());
+        Ok(Self { at: SystemClock.now(), instances, requests, used: used.collect(), load_average })
+    }
+
+    /// Returns the mean number of threads of instances at this tier that ran or waited for a CPU
+    /// since an earlier sample.
+    fn queued(&self, before: &Self, tier: Tier) -> f64 {
+        let elapsed = self.at.duration_since(before.at);
+        let earlier: HashMap<&str, Option<u64>> =
+            before.instances.iter().map(|instance| (&*instance.site, instance.queued_us)).collect();
+        let of_tier = self.instances.iter().filter(|instance| instance.tier == tier);
+        let percents = of_tier.filter_map(|instance| {
+            // Without an earlier sample, nothing is known of this time.
+            let was = earlier.get(&*instance.site).copied().flatten()?;
+            Some(percent(Some(was), instance.queued_us, elapsed))
+        });
+        percents.fold(0.0, |sum, one| sum + one) / 100.0
     }
 
     /// Returns the CPU time of a site in microseconds: its instance's, if the keeper reports it, or
@@ -147,7 +167,17 @@ fn frame(command: &TopArgs, before: &TopSample, now: &TopSample) -> String {
     if command.format.json {
         return format!("{}\n", serde_json::to_string(&rows).unwrap_or_default());
     }
-    screen(command, &rows, &now.requests.lanes)
+    screen(command, &rows, &run_queue(before, now), &now.requests.lanes)
+}
+
+/// Returns the lines about the run queue, beside the load average.
+fn run_queue(before: &TopSample, now: &TopSample) -> String {
+    let [running, quiet] = [Tier::Running, Tier::Quiet].map(|tier| now.queued(before, tier));
+    let load = now.load_average.map_or_else(absent, |load| format!("{load:.2}"));
+    format!(
+        "run queue: {running:.2} threads of running instances, {quiet:.2} of quiet ones; load average {load}\n\
+         The load average counts each thread that runs or waits, also one that waits politely. It is no measure of harm.\n"
+    )
 }
 
 /// Returns every site that has an instance, runs something or uses something; the busiest first.
@@ -209,7 +239,7 @@ fn percent(before: Option<u64>, now: Option<u64>, elapsed: Duration) -> f64 {
     (now - before) as f64 / 1e4 / elapsed.as_secs_f64().max(1e-6)
 }
 
-fn screen(command: &TopArgs, rows: &[TopRow], lanes: &[LaneView]) -> String {
+fn screen(command: &TopArgs, rows: &[TopRow], run_queue: &str, lanes: &[LaneView]) -> String {
     let mut out = String::new();
     let at = |tier: Tier| rows.iter().filter(|row| row.tier == Some(tier)).count();
     let tiers: Vec<_> = Tier::ALL.iter().rev().map(|tier| format!("{} {tier}", at(*tier))).collect();
@@ -218,10 +248,11 @@ fn screen(command: &TopArgs, rows: &[TopRow], lanes: &[LaneView]) -> String {
     let _ = writeln!(out, "instances: {}", tiers.join(", "));
     let _ = writeln!(
         out,
-        "requests of these sites: {} run, {} wait; they use {cpu:.1}% of a core\n",
+        "requests of these sites: {} run, {} wait; they use {cpu:.1}% of a core",
         sum(|row| row.running),
         sum(|row| row.waiting)
     );
+    let _ = writeln!(out, "{run_queue}");
     out.push_str(&table(&rows[..rows.len().min(command.limit)]).text());
     if rows.len() > command.limit {
         let _ = writeln!(
@@ -266,8 +297,8 @@ mod tests {
 
     fn look(at: Instant, cpu: [u64; 2], used: &[(&str, u64)]) -> TopSample {
         let instances = json!({ "instances": [
-            { "site": "wiki", "tenant": "demo", "tier": "running", "since_seconds": 5, "cpu_us": cpu[0], "memory_bytes": 62_914_560 },
-            { "site": "shop", "tenant": "demo", "tier": "frozen", "since_seconds": 90, "cpu_us": cpu[1], "note": "no image yet" },
+            { "site": "wiki", "tenant": "demo", "tier": "running", "since_seconds": 5, "cpu_us": cpu[0], "queued_us": cpu[0] * 2, "memory_bytes": 62_914_560 },
+            { "site": "shop", "tenant": "demo", "tier": "frozen", "since_seconds": 90, "cpu_us": cpu[1], "queued_us": null, "note": "no image yet" },
         ]});
         let requests = json!({
             "instances": [{ "site": "wiki", "running": 2, "waiting": 1 }],
@@ -282,6 +313,7 @@ mod tests {
             instances: instance::parse_instances(instances).unwrap().instances,
             requests: read(requests).unwrap(),
             used: used.collect(),
+            load_average: Some(5.125),
         }
     }
 
@@ -294,7 +326,9 @@ mod tests {
         assert_eq!(
             frame(&command, &before, &now),
             "instances: 1 running, 0 quiet, 1 frozen, 0 reclaimed, 0 image, 0 cold\n\
-             requests of these sites: 3 run, 1 wait; they use 125.0% of a core\n\n\
+             requests of these sites: 3 run, 1 wait; they use 125.0% of a core\n\
+             run queue: 0.50 threads of running instances, 0.00 of quiet ones; load average 5.12\n\
+             The load average counts each thread that runs or waits, also one that waits politely. It is no measure of harm.\n\n\
              SITE  TENANT  STATE    FOR  RUN  WAIT  CPU%   MEMORY  NOTE\n\
              old   demo    -        -    1    0     100.0  2KiB\n\
              wiki  demo    running  5s   2    1     25.0   60MiB\n\

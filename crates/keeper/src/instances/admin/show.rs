@@ -16,7 +16,7 @@ use crate::cells::Leaf;
 use crate::instances::decide::costs::{CostFigure, KnownCosts, MeasuredBy};
 use crate::instances::run::driver::{dispatch, rearm};
 use crate::instances::run::measured::note_memory;
-use crate::instances::run::usage::{InstanceUsage, measure, measure_exactly};
+use crate::instances::run::usage::{InstanceUsage, measure, measure_exactly, queued_us};
 use crate::instances::state::instance::SiteInstance;
 use crate::instances::state::shared::NodeInstances;
 use crate::metrics::InstanceFigures;
@@ -54,10 +54,17 @@ pub async fn list(instances: &NodeInstances) -> Value {
     listed.sort_by(|a, b| a.site().name.cmp(&b.site().name));
     let left_out = listed.len().saturating_sub(LIST_MAX);
     listed.truncate(LIST_MAX);
-    let leaves: Vec<Option<Arc<Leaf>>> = listed.iter().map(|instance| instance.leaf()).collect();
+    // Threads at deeper tiers are not in the run queue.
+    let runs = |instance: &SiteInstance| instance.life.borrow().tier() >= Tier::Quiet;
+    let leaves: Vec<Option<(Arc<Leaf>, bool)>> =
+        listed.iter().map(|instance| Some((instance.leaf()?, runs(instance)))).collect();
+    let measure = |(leaf, runs): &(Arc<Leaf>, bool)| InstanceUsage {
+        queued_us: runs.then(|| queued_us(leaf)),
+        ..measure(leaf)
+    };
     let uses = instances
         .context
-        .on_worker(move || Ok(leaves.iter().map(|leaf| leaf.as_deref().map(measure)).collect::<Vec<_>>()));
+        .on_worker(move || Ok(leaves.iter().map(|leaf| leaf.as_ref().map(measure)).collect::<Vec<_>>()));
     // If there is too much work now, the list comes without their use.
     let uses = uses.await.unwrap_or_else(|_| vec![None; listed.len()]);
     let rows: Vec<Value> = listed.iter().zip(uses).map(|(instance, used)| row(instance, used)).collect();
@@ -153,6 +160,7 @@ fn row(instance: &SiteInstance, used: Option<InstanceUsage>) -> Value {
         "uses": life.users(),
         "memory_bytes": used.map(|used| used.memory_bytes),
         "cpu_us": used.map(|used| used.cpu_us),
+        "queued_us": used.and_then(|used| used.queued_us),
         "wakes": instance.wake.count(),
         "last_wake": instance.wake.last(),
         "image": image,

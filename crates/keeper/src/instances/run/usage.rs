@@ -11,6 +11,9 @@ use crate::cells::Leaf;
 pub struct InstanceUsage {
     pub memory_bytes: u64,
     pub cpu_us: u64,
+    /// Time for which its threads ran or waited for a CPU, together: their time in the run queue.
+    /// `None` if it was not read.
+    pub queued_us: Option<u64>,
     pub processes: usize,
 }
 
@@ -41,5 +44,37 @@ fn sum(leaf: &Leaf, memory: impl Fn(i32) -> Option<u64>) -> InstanceUsage {
     let pids = leaf.pids().unwrap_or_default();
     // A process that ends meanwhile has no memory.
     let bytes = pids.iter().filter_map(|pid| memory(pid.as_raw_nonzero().get()));
-    InstanceUsage { memory_bytes: bytes.sum(), cpu_us: leaf.usage().cpu_us, processes: pids.len() }
+    let (memory_bytes, cpu_us) = (bytes.sum(), leaf.usage().cpu_us);
+    InstanceUsage { memory_bytes, cpu_us, queued_us: None, processes: pids.len() }
+}
+
+/// Reads the time of its threads in the run queue: one short file for each thread.
+pub fn queued_us(leaf: &Leaf) -> u64 {
+    let pids = leaf.pids().unwrap_or_default();
+    pids.iter().map(|pid| of_threads(pid.as_raw_nonzero().get())).sum()
+}
+
+/// Returns the time of a process's threads in the run queue (`schedstat`,
+/// Documentation/scheduler/sched-stats.rst): on a CPU, and waiting for one.
+fn of_threads(pid: i32) -> u64 {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let queued_ns = threads.filter_map(|thread| {
+        let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+        let mut numbers = text.split_ascii_whitespace().map(str::parse::<u64>);
+        Some(numbers.next()?.ok()? + numbers.next()?.ok()?)
+    });
+    queued_ns.sum::<u64>() / 1_000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_runs_is_in_the_run_queue() {
+        let own = std::process::id().cast_signed();
+        let begun = of_threads(own);
+        while of_threads(own) < begun + 1_000 {}
+        assert_eq!(of_threads(i32::MAX), 0, "a process that is gone has no threads");
+    }
 }
