@@ -324,7 +324,12 @@ async fn with_renewals<N, T>(
         // The instance may have ended meanwhile: then another one is woken. If that fails, the
         // first failure is more useful.
         lease.renew(instance);
-        let Ok(renewed) = awake(lease, call.record).await else { return Err(refusal) };
+        let renewed = match awake(lease, call.record).await {
+            Ok(renewed) => renewed,
+            // It ended because its site is elsewhere now. The request may follow it.
+            Err(away @ (Refusal::Moved | Refusal::Fenced)) => return Err(away),
+            Err(_) => return Err(refusal),
+        };
         call.boost(backends, renewed).await;
         (instance, next) = (renewed, again);
     }
