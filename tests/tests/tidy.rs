@@ -211,6 +211,7 @@ const SLEEPING_TESTS: &[(&str, &str)] = &[
     ("crates/store/src/etcd/tests/rig.rs", "polls a condition of another process until its deadline"),
     ("tests/src/wait.rs", "polls a condition of another process until its deadline"),
     ("tests/src/backend.rs", "plays a server that is slow on purpose"),
+    ("tests/tests/e2e/turnaround.rs", "plays a database that is slow on purpose"),
     ("crates/edge/src/backends/programs/testing.rs", "polls a condition of a process until its deadline"),
     ("crates/edge/src/backends/programs/php/tests.rs", "plays a client that sends slowly on purpose"),
 ];

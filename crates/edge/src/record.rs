@@ -10,3 +10,5 @@ pub mod execution;
 pub mod receipt;
 pub mod recorder;
 pub mod route_trace;
+pub mod site_turnarounds;
+pub mod turnaround;

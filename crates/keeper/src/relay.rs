@@ -18,6 +18,7 @@ mod outside;
 mod own_sites;
 mod pass;
 mod plan;
+pub(crate) mod query_tag;
 pub(crate) mod socket;
 mod tcp;
 mod transport;

@@ -15,6 +15,6 @@ mod registry;
 mod series;
 mod shards;
 
-pub use page::{MetricFamily, MetricPage, MetricValue};
+pub use page::{HistogramSample, MetricFamily, MetricPage, MetricValue};
 pub use registry::{LabelDimension, Registry};
 pub use series::{Counter, CounterFamily, Gauge, Histogram};

@@ -6,9 +6,11 @@
 use std::fmt;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, GaugeValueEncoder, text};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, GaugeValueEncoder, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
+
+use crate::series::seconds;
 
 /// The families of one scrape, in the order in which they were added.
 ///
@@ -28,7 +30,30 @@ pub struct MetricFamily {
 #[derive(Debug)]
 struct MetricSample {
     labels: Vec<(&'static str, String)>,
-    value: MetricValue,
+    value: SampleValue,
+}
+
+#[derive(Debug)]
+enum SampleValue {
+    Number(MetricValue),
+    Histogram(HistogramSample),
+}
+
+/// The durations that were observed under one set of labels.
+#[derive(Debug)]
+pub struct HistogramSample {
+    sum_seconds: f64,
+    /// Upper bounds in seconds, ascending, and the number of durations above the bound before.
+    buckets: Vec<(f64, u64)>,
+}
+
+impl HistogramSample {
+    /// `bounds_us` are upper bounds, ascending, in microseconds. `counts` has one number more: that
+    /// of the durations above all bounds.
+    pub fn of_us(bounds_us: &[u64], counts: &[u64], sum_us: u64) -> Self {
+        let bounds = bounds_us.iter().copied().map(seconds).chain([f64::INFINITY]);
+        Self { sum_seconds: seconds(sum_us), buckets: bounds.zip(counts.iter().copied()).collect() }
+    }
 }
 
 /// The value of a sample.
@@ -50,6 +75,11 @@ impl MetricPage {
         self.family(name, help, MetricType::Gauge)
     }
 
+    /// Adds a family of histograms of durations.
+    pub fn histograms(&mut self, name: &'static str, help: &'static str) -> &mut MetricFamily {
+        self.family(name, help, MetricType::Histogram)
+    }
+
     fn family(&mut self, name: &'static str, help: &'static str, kind: MetricType) -> &mut MetricFamily {
         self.0.push_mut(MetricFamily { name, help, kind, samples: Vec::new() })
     }
@@ -67,8 +97,21 @@ impl MetricPage {
 impl MetricFamily {
     /// Adds a sample. The values of its labels may be any text.
     pub fn add<const D: usize>(&mut self, labels: [(&'static str, &str); D], value: impl Into<MetricValue>) {
+        self.push(labels, SampleValue::Number(value.into()));
+    }
+
+    /// Adds a histogram, with at least one label. The values of its labels may be any text.
+    pub fn add_histogram<const D: usize>(
+        &mut self,
+        labels: [(&'static str, &str); D],
+        histogram: HistogramSample,
+    ) {
+        self.push(labels, SampleValue::Histogram(histogram));
+    }
+
+    fn push<const D: usize>(&mut self, labels: [(&'static str, &str); D], value: SampleValue) {
         let labels = labels.into_iter().map(|(label, value)| (label, value.to_owned())).collect();
-        self.samples.push(MetricSample { labels, value: value.into() });
+        self.samples.push(MetricSample { labels, value });
     }
 }
 
@@ -80,10 +123,18 @@ impl Collector for MetricPage {
                 // The crate appends `_total` to each counter, as OpenMetrics demands. In the text
                 // format of Prometheus `# TYPE` has the whole name, so here it is part of the name.
                 // The crate writes a gauge's name as it is.
-                if labels.is_empty() {
-                    family.encode_gauge(value)?;
-                } else {
-                    family.encode_family(labels)?.encode_gauge(value)?;
+                match value {
+                    SampleValue::Number(value) if labels.is_empty() => family.encode_gauge(value)?,
+                    SampleValue::Number(value) => family.encode_family(labels)?.encode_gauge(value)?,
+                    SampleValue::Histogram(HistogramSample { sum_seconds, buckets }) => {
+                        let count = buckets.iter().map(|(_, count)| count).sum();
+                        family.encode_family(labels)?.encode_histogram::<NoLabelSet>(
+                            *sum_seconds,
+                            count,
+                            buckets,
+                            None,
+                        )?;
+                    }
                 }
             }
         }

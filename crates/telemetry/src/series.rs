@@ -191,7 +191,7 @@ impl Histogram {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "2^53 us are 285 years")]
-fn seconds(us: u64) -> f64 {
+pub(crate) fn seconds(us: u64) -> f64 {
     us as f64 / 1e6
 }
 

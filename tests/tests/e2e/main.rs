@@ -57,6 +57,7 @@ mod system_calls;
 mod tenants;
 mod tls;
 mod told;
+mod turnaround;
 mod watchdogs;
 
 use std::process::ExitCode;
@@ -102,6 +103,7 @@ fn main() -> ExitCode {
         php::SUITE,
         app::SUITE,
         instances::SUITE,
+        turnaround::SUITE,
         instances::ALONE,
         fresh::SUITE,
         watchdogs::SUITE,

@@ -274,6 +274,7 @@ async fn from_script(
     let connector = cell_connector(backends, &lease, call.execution);
     let debt = connector.execution().and_then(QuotaDebt::own);
     let attempt = async |instance, fastcgi: InstanceCall| {
+        lease.sends();
         let address = UpstreamAddress::Instance(instance);
         let opened = backends.upstream.open(&address, &connector, connect).await;
         let seat = match &opened {
@@ -394,6 +395,7 @@ async fn from_app(
     let debt = connector.execution().and_then(QuotaDebt::own);
     let retries = call.retries;
     let attempt = async |instance, body: RequestBody| {
+        lease.sends();
         let answered = proxy.exchange(&UpstreamAddress::Instance(instance), &connector, body, retries).await;
         answered.map_err(|failed| (failed.refusal, failed.again))
     };

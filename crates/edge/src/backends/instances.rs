@@ -14,8 +14,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nagaya_base::RequestId;
 use nagaya_keeper_api::client::{InstanceGuard, InstanceUse, KeeperCallError, KeeperClient};
-use nagaya_keeper_api::database_waits::{DatabaseWaitsReader, WaitTotals};
+use nagaya_keeper_api::database_waits::{DatabaseWaitsReader, now_us};
 use nagaya_keeper_api::protocol::{FailureKind, InstanceId};
 use nagaya_records::SiteName;
 use nagaya_records::instance::WakeReport;
@@ -29,6 +30,7 @@ use crate::backends::upstream::pool::{
 };
 use crate::http::refusal::Refusal;
 use crate::metrics::EdgeMetrics;
+use crate::record::turnaround::Turnaround;
 
 /// Time from its last request until a thread closes its connections to an instance. The thread
 /// then tells the keeper that it may rest. The time is long enough for a browser's next request,
@@ -67,7 +69,7 @@ struct ThreadInstance {
     turn: Notify,
     /// Keeps it awake.
     guard: RefCell<Option<InstanceGuard>>,
-    /// Time that the instance waited for databases. `None` if it can reach none.
+    /// The questions that the instance asks databases. `None` if it can reach none.
     tally: RefCell<Option<Rc<DatabaseWaitsReader>>>,
     /// The connection that came with the answer, until a request takes it.
     first: RefCell<Option<OwnedFd>>,
@@ -271,15 +273,18 @@ pub struct InstanceRef {
     used: RefCell<Rc<ThreadInstance>>,
     /// The instance was not awake yet when the request arrived.
     waits: Cell<bool>,
-    /// Counters when the instance could answer.
+    /// The state when the request was sent to it.
     mark: RefCell<Option<WaitBaseline>>,
 }
 
-/// Counters just before a request is sent. They yield its part in the instance's waits.
+/// The state just before a request is sent. It yields the questions that are the request's own.
 struct WaitBaseline {
     tally: Rc<DatabaseWaitsReader>,
-    before: WaitTotals,
-    alone: u64,
+    sent_us: u64,
+    /// Number of questions before it.
+    questions: u64,
+    /// `None` if another request had the instance then.
+    alone: Option<u64>,
 }
 
 /// An instance that can answer.
@@ -316,29 +321,38 @@ impl InstanceRef {
         }
     }
 
-    /// Returns the time that the instance has waited for databases since it could answer this
-    /// request. `None` if another request has needed it since then, or if it can reach no
-    /// database.
-    pub fn database_time(&self) -> Option<Duration> {
+    /// Records that the request is sent to the instance now.
+    pub fn sends(&self) {
+        let mark = self.mark();
+        self.mark.replace(mark);
+    }
+
+    /// Splits the time since the request was sent by its questions to databases. All questions of
+    /// the instance are the request's if no other request has needed it since then. Otherwise those
+    /// are that name it. `None` if none does, if there were too many, or if the instance can reach
+    /// no database.
+    pub fn turnaround(&self, id: RequestId) -> Option<Turnaround> {
         let mark = self.mark.borrow();
-        let WaitBaseline { tally, before, alone } = mark.as_ref()?;
-        if self.used.borrow().share.alone() != Some(*alone) {
-            return None;
+        let WaitBaseline { tally, sent_us, questions, alone } = mark.as_ref()?;
+        let now_us = now_us();
+        let mut asked = tally.questions(*questions, tally.read()?.questions)?;
+        if alone.is_none() || self.used.borrow().share.alone() != *alone {
+            asked.retain(|question| question.request == Some(id.0));
+            if asked.is_empty() {
+                return None;
+            }
         }
-        Some(Duration::from_micros(tally.read()?.waited_us.saturating_sub(before.waited_us)))
+        Some(Turnaround::of(&asked, *sent_us, now_us))
     }
 
     fn mark(&self) -> Option<WaitBaseline> {
         let used = self.used.borrow();
         let tally = used.tally.borrow().clone()?;
-        let alone = used.share.alone()?;
-        let before = tally.read()?;
-        Some(WaitBaseline { tally, before, alone })
+        let (alone, questions) = (used.share.alone(), tally.read()?.questions);
+        Some(WaitBaseline { tally, sent_us: now_us(), questions, alone })
     }
 
     fn found(&self, instance: InstanceId, wake: Option<&Arc<WakeReport>>) -> AwakeInstance {
-        let mark = self.mark();
-        self.mark.replace(mark);
         AwakeInstance { instance, wake: wake.filter(|_| self.waits.get()).cloned() }
     }
 

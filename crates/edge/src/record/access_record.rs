@@ -17,6 +17,7 @@ use smallvec::SmallVec;
 
 use crate::http::message::{ConnInfo, RequestHead};
 use crate::http::meter;
+use crate::record::turnaround::Turnaround;
 
 /// Maximum number of rule files that are recorded as having decided about one request.
 const RULED_BY_MAX: usize = 16;
@@ -99,9 +100,10 @@ pub struct AccessDetails {
     pub held: Duration,
     /// Time waited, with the instance ready, for the previous node's lease to expire.
     pub fence: Duration,
-    /// Time its site's instance waited for databases for this request alone. `None` if that is
-    /// not known.
-    pub database: Option<Duration>,
+    /// How its time in its site's instance is split by databases. `None` if that is not known.
+    pub turnaround: Option<Turnaround>,
+    /// The usual split of its site's requests before it.
+    pub usual: Option<Turnaround>,
     /// The fault, if the site or the node was to blame.
     pub fault: Option<Box<str>>,
 }

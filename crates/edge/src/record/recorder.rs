@@ -18,6 +18,7 @@ use crate::options::EdgeConfig;
 use crate::record::access_log::{AccessLog, ThreadLog};
 use crate::record::access_record::AccessRecord;
 use crate::record::receipt::ring::{ReceiptRing, ReceiptRings};
+use crate::record::site_turnarounds::SiteTurnarounds;
 
 const CODE_BAD_CLIENT: Code = Code(433);
 
@@ -30,6 +31,7 @@ pub struct RequestRecorder {
     pub log: Option<Rc<ThreadLog>>,
     pub metrics: Arc<EdgeMetrics>,
     ring: Arc<ReceiptRing>,
+    turnarounds: Arc<SiteTurnarounds>,
     /// Number of receipts that the ring keeps.
     keep: usize,
     #[expect(clippy::vec_box, reason = "records move between requests and rings without being copied")]
@@ -53,6 +55,7 @@ impl RequestRecorder {
             log: log.map(|log| log.for_thread(&options.node)),
             metrics: Arc::clone(metrics),
             ring: receipts.for_thread(),
+            turnarounds: Arc::clone(receipts.turnarounds()),
             keep: options.receipts.keep,
             blanks: RefCell::default(),
             node: options.node.as_str().into(),
@@ -76,6 +79,12 @@ impl RequestRecorder {
     /// Writes the closed record of a request of this age to log, counters and ring.
     pub fn close(&self, mut record: Box<AccessRecord>, age: Duration) {
         self.metrics.request(&record);
+        let AccessRecord { site, more, .. } = &mut *record;
+        if let (Some(site), Some(more)) = (site, more)
+            && let Some(turnaround) = &more.turnaround
+        {
+            more.usual = self.turnarounds.add(&site.name, turnaround);
+        }
         if let Some(log) = &self.log {
             record.started = SystemTime::now() - age;
             log.write(&record);

@@ -32,6 +32,7 @@ use crate::record::receipt::disclose;
 use crate::record::receipt::disclose::ReceiptDisclosure;
 use crate::record::receipt::figures::ReceiptFigures;
 use crate::record::recorder::RequestRecorder;
+use crate::record::turnaround::TurnaroundSource;
 use crate::request::work::{BackendHolds, LentHolds, ServiceSample, WorkEnd};
 use crate::rules;
 use crate::rules::AppliedVerdict;
@@ -255,14 +256,14 @@ impl RequestContext {
         let times = (self.record().begun, self.record().queued);
         let working = std::mem::take(&mut self.work);
         let execution = self.execution.get().cloned();
-        let release = LentHolds::new(working, times, execution, status.is_server_error());
+        let release = LentHolds::new(self.id(), working, times, execution, status.is_server_error());
         self.lent = Some(Rc::clone(&release));
         release
     }
 
     /// Attaches the context to the response.
     pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
-        self.note_database();
+        self.note_turnaround();
         let record = self.record_mut();
         record.status = response.status;
         if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
@@ -311,16 +312,15 @@ impl RequestContext {
 }
 
 impl RequestContext {
-    /// Records the time that its site's instance waited for databases, as far as this request
-    /// caused it.
-    fn note_database(&mut self) {
-        let waited = match (&self.lent, &self.work.instance.lease) {
-            (Some(lent), _) => lent.database_time(),
-            (None, Some(lease)) => lease.database_time(),
+    /// Records how its time in its site's instance is split by databases, as far as that is known.
+    fn note_turnaround(&mut self) {
+        let split = match (&self.lent, &self.work.instance.lease) {
+            (Some(lent), _) => lent.turnaround(),
+            (None, Some(lease)) => lease.turnaround(self.id()),
             (None, None) => return,
         };
-        if waited.is_some() || self.record().more.is_some() {
-            self.record_mut().details().database = waited;
+        if split.is_some() || self.record().more.is_some() {
+            self.record_mut().details().turnaround = split;
         }
     }
 
@@ -337,8 +337,8 @@ impl RequestContext {
     fn ended(&mut self) -> Option<ServiceSample> {
         let Some(lent) = self.lent.take() else { return self.ended.take().or_else(|| self.end_work()) };
         lent.end(false);
-        if let Some(waited) = lent.take_database() {
-            self.record_mut().details().database = Some(waited);
+        if let Some(split) = lent.take_turnaround() {
+            self.record_mut().details().turnaround = Some(split);
         }
         lent.take_ended()
     }
@@ -386,7 +386,8 @@ impl RequestContext {
         let (id, node, execution) =
             (record.id, Rc::clone(&self.recorder.node), self.execution.get().cloned());
         let wake = record.woken().map(|woken| Arc::clone(&woken.wake));
-        ReceiptDisclosure { id, node, begun: record.begun, figures, wake, execution }.put(response);
+        let split = self.lent.clone().map(|lent| -> Rc<dyn TurnaroundSource> { lent });
+        ReceiptDisclosure { id, node, begun: record.begun, figures, wake, execution, split }.put(response);
     }
 }
 
@@ -416,7 +417,7 @@ impl SendObserver for RequestContext {
 impl Drop for RequestContext {
     fn drop(&mut self) {
         if self.record.is_some() {
-            self.note_database();
+            self.note_turnaround();
             self.note_lost();
         }
         let ended = self.record.is_some().then(|| self.ended()).flatten();

@@ -9,11 +9,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nagaya_base::RequestId;
+
 use crate::admission::lanes::EdgeLane;
 use crate::admission::permit::Permit;
 use crate::backends::exchange::HeldInstance;
 use crate::backends::read_ahead::BackendWork;
 use crate::record::execution::CellExecution;
+use crate::record::turnaround::{Turnaround, TurnaroundSource};
 
 /// Guards that a backend holds while it works for a request.
 #[derive(Default)]
@@ -80,13 +83,15 @@ pub struct LentHolds {
     execution: Option<Rc<CellExecution>>,
     is_error: bool,
     ended: RefCell<Option<ServiceSample>>,
-    /// Time that its instance had waited for databases when the answer was complete.
-    database: Cell<Option<Duration>>,
+    id: RequestId,
+    /// The split of its time when the answer was complete.
+    turnaround: Cell<Option<Turnaround>>,
 }
 
 impl LentHolds {
     /// `times` is when the request came, and how long it waited in line.
     pub fn new(
+        id: RequestId,
         working: BackendHolds,
         times: (Instant, Duration),
         execution: Option<Rc<CellExecution>>,
@@ -98,7 +103,8 @@ impl LentHolds {
             execution,
             is_error,
             ended: RefCell::default(),
-            database: Cell::new(None),
+            id,
+            turnaround: Cell::new(None),
         })
     }
 
@@ -107,16 +113,17 @@ impl LentHolds {
         self.ended.take()
     }
 
-    /// Time that its instance had waited for databases when the answer was complete.
-    pub fn take_database(&self) -> Option<Duration> {
-        self.database.take()
+    /// Returns the split of its time when the answer was complete.
+    pub fn take_turnaround(&self) -> Option<Turnaround> {
+        self.turnaround.take()
     }
+}
 
-    /// Returns the time its instance has waited for databases, until now or until its answer was
-    /// complete.
-    pub fn database_time(&self) -> Option<Duration> {
+impl TurnaroundSource for LentHolds {
+    /// Until now, or until its answer was complete.
+    fn turnaround(&self) -> Option<Turnaround> {
         let working = self.working.borrow();
-        self.database.get().or_else(|| working.instance.lease.as_ref()?.database_time())
+        self.turnaround.get().or_else(|| working.instance.lease.as_ref()?.turnaround(self.id))
     }
 }
 
@@ -124,7 +131,7 @@ impl BackendWork for LentHolds {
     fn end(&self, is_whole: bool) {
         let working = self.working.take();
         if let Some(lease) = &working.instance.lease {
-            self.database.set(lease.database_time());
+            self.turnaround.set(lease.turnaround(self.id));
         }
         let end = WorkEnd::of(is_whole, self.is_error);
         if let Some(ended) = working.end(self.times, end, self.execution.as_deref()) {

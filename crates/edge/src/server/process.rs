@@ -252,6 +252,7 @@ impl EdgeProcess {
             FeedQuery::Metrics => {
                 let mut page = MetricPage::default();
                 self.shared.metrics.expose_tenants(&mut page);
+                self.shared.receipts.turnarounds().expose(&mut page);
                 exposition::expose(self.shared.lanes.explain(), &mut page);
                 self.shared.cluster.peers.tallies.expose(&mut page);
                 self.shared.metrics.encode() + &page.encode()

@@ -24,6 +24,9 @@ const MYSQL_OPAQUE: u32 = 0x20 | 0x800 | 0x0400_0000;
 /// The first number of a client of PostgreSQL: version 3.0, or a request to encrypt (TLS, GSSAPI).
 const POSTGRES: [u32; 3] = [196_608, 80_877_103, 80_877_104];
 
+/// A client of PostgreSQL that leaves: `Terminate`, without a response.
+const POSTGRES_END: &[u8] = b"X\0\0\0\x04";
+
 #[derive(Debug, Default)]
 pub struct QueryTracker {
     kind: ProtocolState,
@@ -51,7 +54,7 @@ impl QueryTracker {
         }
         let is_question = match &mut self.kind {
             ProtocolState::Unknown | ProtocolState::Other => false,
-            ProtocolState::Opaque => true,
+            ProtocolState::Opaque => said != POSTGRES_END,
             ProtocolState::MySql(packets) => {
                 let read = packets.read(said);
                 if packets.is_opaque {
@@ -74,6 +77,15 @@ impl QueryTracker {
             };
         }
         std::mem::take(&mut self.is_waiting)
+    }
+
+    /// Returns whether the client has logged in, or sends what cannot be read.
+    pub fn has_logged_in(&self) -> bool {
+        match &self.kind {
+            ProtocolState::Unknown | ProtocolState::Other => false,
+            ProtocolState::MySql(packets) => packets.has_logged_in,
+            ProtocolState::Opaque => true,
+        }
     }
 
     /// Ends the conversation. Returns true if a query was open.
@@ -225,6 +237,7 @@ mod tests {
         assert!(postgres.asks(b"\0\0\0\x08\x04\xd2\x16\x2f"));
         assert!(postgres.answers(b"N"));
         assert!(postgres.asks(b"\0\0\0\x14\0\x03\0\0user\0alice\0\0"));
+        assert!(postgres.answers(b"R") && !postgres.asks(b"X\0\0\0\x04"), "leaving is not answered");
     }
 
     #[test]

@@ -4,12 +4,14 @@
 //! Not here: places outside (`outbound`), what is told of the time in them (`tests/e2e`).
 
 use std::fs;
+use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use nagaya_keeper_api::client::KeeperClient;
+use nagaya_keeper_api::database_waits::{DatabaseQuestion, now_us};
 use nagaya_records::instance::{InstanceCommand, Tier, WakeStage};
 use serde_json::{Value, json};
 
@@ -34,6 +36,11 @@ pub const ROOT: &[Fact] = &[
 pub const FOUND: &[FoundFact] = &[
     ("MariaDB lets a tenant in by its uid, and as nobody else", mariadb_knows_its_peer),
     ("PostgreSQL lets a tenant in by its uid, and as nobody else", postgresql_knows_its_peer),
+    ("each question to MariaDB is written down, also in TLS", mariadb_questions_are_written_down),
+    (
+        "each question to PostgreSQL is written down, also over TCP and in TLS",
+        postgresql_questions_are_written_down,
+    ),
     (
         "an image is taken with a connection to MariaDB open, and after the wake the application asks it again",
         imaged_with_a_connection,
@@ -287,6 +294,11 @@ fn has(programs: &[&str]) -> Result<(), String> {
 
 /// A MariaDB whose users are alice and root, each known by its uid alone.
 fn mariadb(dir: &Path) -> Result<(Server, PathBuf), String> {
+    mariadb_with(dir, &[])
+}
+
+/// The same with more options.
+fn mariadb_with(dir: &Path, options: &[&str]) -> Result<(Server, PathBuf), String> {
     has(&["/usr/bin/mariadb-install-db", "/usr/sbin/mariadbd", "/usr/bin/mariadb", "/usr/bin/php"])?;
     let home = dir.join("mariadb");
     fs::create_dir(&home).unwrap();
@@ -303,7 +315,7 @@ fn mariadb(dir: &Path) -> Result<(Server, PathBuf), String> {
     let (at, first) = (format!("--socket={}", socket.display()), format!("--init-file={}", first.display()));
     let serve = ["/usr/sbin/mariadbd", "--no-defaults", &data, &at, &first, "--skip-networking"];
     let less = ["--innodb-buffer-pool-size=16M", "--innodb-use-native-aio=0"];
-    let mut command = as_server(dir, &[&serve[..], &less].concat());
+    let mut command = as_server(dir, &[&serve[..], &less, options].concat());
     let log = fs::File::create(dir.join("mariadb.log")).unwrap();
     let server = Server(command.stderr(log).spawn().unwrap());
     until_connected(&socket);
@@ -339,24 +351,40 @@ fn postgresql_bin() -> Result<PathBuf, String> {
 }
 
 /// A PostgreSQL whose users are server and alice, each known by its uid alone; a statement that server makes there, as a command.
-fn postgresql(dir: &Path) -> Result<(Server, PathBuf, impl Fn(&str) -> Command), String> {
+fn postgresql(dir: &Path) -> Result<(Server, PathBuf, impl Fn(&str) -> Command + use<>), String> {
+    postgresql_with(dir, 5432, &["listen_addresses=".to_owned()])
+}
+
+/// The same with this port in the name of its socket, and with these settings. Over TCP it lets everybody in.
+fn postgresql_with(
+    dir: &Path,
+    port: u16,
+    settings: &[String],
+) -> Result<(Server, PathBuf, impl Fn(&str) -> Command + use<>), String> {
     let bin = postgresql_bin()?;
     let program = |name: &str| bin.join(name).display().to_string();
     let home = dir.join("postgresql");
     fs::create_dir(&home).unwrap();
     std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
     let (data, at) = (home.join("data").display().to_string(), home.display().to_string());
-    done(as_server(dir, &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"]));
-    let serve = [&*program("postgres"), "-D", &data, "-k", &at, "-c", "listen_addresses=", "-c", "fsync=off"];
+    let auth = ["--auth-local=peer", "--auth-host=trust"];
+    done(as_server(
+        dir,
+        &[&[&*program("initdb"), "-D", &data, "-U", "server", "--no-sync"], &auth[..]].concat(),
+    ));
+    let postgres = program("postgres");
+    let mut serve = vec![&*postgres, "-D", &data, "-k", &at, "-c", "fsync=off"];
+    serve.extend(settings.iter().flat_map(|setting| ["-c", setting]));
     let log = fs::File::create(dir.join("postgresql.log")).unwrap();
     let server = Server(as_server(dir, &serve).stderr(log).spawn().unwrap());
     let (psql, of) = (program("psql"), dir.to_owned());
     let say = move |statement: &str| {
-        as_server(&of, &[&psql, "-h", &at, "-U", "server", "-d", "postgres", "-c", statement])
+        let port = port.to_string();
+        as_server(&of, &[&psql, "-h", &at, "-p", &port, "-U", "server", "-d", "postgres", "-c", statement])
     };
     until("PostgreSQL answers", || say("SELECT 1").output().unwrap().status.success());
     done(say("CREATE ROLE alice LOGIN"));
-    Ok((server, home.join(".s.PGSQL.5432"), say))
+    Ok((server, home.join(format!(".s.PGSQL.{port}")), say))
 }
 
 fn postgresql_knows_its_peer() -> Result<(), String> {
@@ -374,6 +402,111 @@ fn postgresql_knows_its_peer() -> Result<(), String> {
         assert!(show(&world, "app")["outbound"]["queries"].as_u64().unwrap() > 0);
         let said = run(&keeper, &ask("server")).await;
         assert!(said.contains("Peer authentication failed for user \"server\""), "{said}");
+    });
+    Ok(())
+}
+
+// === The times of questions ===
+
+/// A question that takes so long in a database, and how to say so, microseconds.
+const SLOW_US: u64 = 100_000;
+const TAG: u128 = 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736;
+
+/// The questions that a command asks, in their order.
+async fn asked_by(keeper: &KeeperClient, command: &str) -> Vec<DatabaseQuestion> {
+    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+    let tally = used.tally.as_ref().expect("it has a database");
+    let begun_us = now_us();
+    let before = tally.read().expect("it is written").questions;
+    let said = get(&used, &format!("/run/{}", encoded(command))).await;
+    let questions = || {
+        let asked = tally.questions(before, tally.read().expect("it is written").questions);
+        let asked = asked.expect("they are not too many").into_iter();
+        // Without farewells.
+        asked.filter(|question| question.begun_us > 0).collect::<Vec<_>>()
+    };
+    until_so(|| questions().iter().all(|question| question.ended_us.is_some())).await;
+    let (asked, ended_us) = (questions(), now_us());
+    for question in &asked {
+        let end_us = question.ended_us.expect("each is answered");
+        let is_in_order = begun_us <= question.begun_us && question.begun_us <= end_us && end_us <= ended_us;
+        assert!(is_in_order, "{question:?} of {begun_us} to {ended_us}: {said}");
+    }
+    asked
+}
+
+/// How many questions took long, and how many of these have the tag.
+fn slow_ones(asked: &[DatabaseQuestion]) -> (usize, usize) {
+    let is_slow =
+        |asked: &&DatabaseQuestion| asked.ended_us.is_some_and(|end| end - asked.begun_us >= SLOW_US);
+    let is_tagged = |asked: &&DatabaseQuestion| asked.request == Some(TAG);
+    (asked.iter().filter(is_slow).count(), asked.iter().filter(is_slow).filter(is_tagged).count())
+}
+
+/// A key and a certificate of its own for a server, in its directory.
+fn certified(dir: &Path) -> [PathBuf; 2] {
+    let [key, certificate] = ["server.key", "server.crt"].map(|name| dir.join(name));
+    let mut openssl = Command::new("openssl");
+    openssl.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]);
+    openssl.args(["-subj", "/CN=localhost", "-days", "2", "-keyout"]).arg(&key).arg("-out").arg(&certificate);
+    done(openssl);
+    for path in [&key, &certificate] {
+        std::os::unix::fs::chown(path, Some(SERVER), Some(SERVER)).unwrap();
+    }
+    [key, certificate]
+}
+
+fn mariadb_questions_are_written_down() -> Result<(), String> {
+    let dir = place();
+    let [key, certificate] = certified(dir.path());
+    let tls = [format!("--ssl-key={}", key.display()), format!("--ssl-cert={}", certificate.display())];
+    let (_server, socket) = mariadb_with(dir.path(), &[&tls[0], &tls[1]])?;
+    let world = world(&socket, json!({}));
+    world.run(async |keeper| {
+        let statements = format!("SELECT SLEEP(0.1) /*nagaya='{TAG:032x}'*/; SELECT 1; SELECT SLEEP(0.1)");
+        let ask = |more: &str| {
+            format!(
+                "mariadb --no-defaults --comments --socket=$DB --user=alice {more} --batch -e \"{statements}\""
+            )
+        };
+        let asked = asked_by(&keeper, &ask("--skip-ssl")).await;
+        assert!(asked.len() >= 4, "a log-in and three queries: {asked:?}");
+        assert_eq!(slow_ones(&asked), (2, 1), "{asked:?}");
+        let asked = asked_by(&keeper, &ask("--ssl --skip-ssl-verify-server-cert")).await;
+        assert_eq!(slow_ones(&asked), (2, 0), "it cannot be read, but it has turns: {asked:?}");
+    });
+    Ok(())
+}
+
+fn postgresql_questions_are_written_down() -> Result<(), String> {
+    let dir = place();
+    let [key, certificate] = certified(dir.path());
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let settings = [
+        "listen_addresses=127.0.0.1".to_owned(),
+        format!("port={port}"),
+        "ssl=on".to_owned(),
+        format!("ssl_key_file={}", key.display()),
+        format!("ssl_cert_file={}", certificate.display()),
+    ];
+    let (_server, socket, _) = postgresql_with(dir.path(), port, &settings)?;
+    let inside = json!([{"socket": socket, "inside": format!("/run/postgresql/.s.PGSQL.{port}")}]);
+    let outbound = json!([format!("127.0.0.1:{port}")]);
+    let world = world(Path::new("/"), json!({"databases": inside, "outbound": outbound}));
+    world.run(async |keeper| {
+        let psql = postgresql_bin().unwrap().join("psql").display().to_string();
+        let ask = |host: &str, mode: &str| {
+            format!(
+                "PGSSLMODE={mode} {psql} -h {host} -p {port} -U alice -d postgres -At -c \"SELECT pg_sleep(0.1) /*nagaya='{TAG:032x}'*/\" -c 'SELECT 1' -c 'SELECT pg_sleep(0.1)'"
+            )
+        };
+        for (host, mode, tagged) in
+            [("/run/postgresql", "disable", 1), ("127.0.0.1", "disable", 1), ("127.0.0.1", "require", 0)]
+        {
+            let asked = asked_by(&keeper, &ask(host, mode)).await;
+            assert!(asked.len() >= 4, "{host} {mode}: {asked:?}");
+            assert_eq!(slow_ones(&asked), (2, tagged), "{host} {mode}: {asked:?}");
+        }
     });
     Ok(())
 }

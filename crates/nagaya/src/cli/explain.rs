@@ -67,7 +67,7 @@ struct ReceiptView {
     #[serde(default)]
     usage: UsedView,
     /// `None` if unknown, or if it has no database outside.
-    database_us: Option<u64>,
+    turnaround: Option<TurnaroundView>,
     took_us: u64,
 }
 
@@ -85,6 +85,26 @@ struct WakeView {
 struct StageView {
     stage: String,
     us: u64,
+}
+
+/// The time in its application, split by the questions that it asked databases.
+#[derive(Debug, Deserialize)]
+struct TurnaroundView {
+    #[serde(flatten)]
+    parts: PartsView,
+    questions: u64,
+    /// Medians of its site's requests before it. `None` if they were too few.
+    usual: Option<PartsView>,
+    /// The part that is longest above its usual time.
+    grew: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct PartsView {
+    before_us: u64,
+    db_us: u64,
+    between_us: u64,
+    after_us: u64,
 }
 
 /// One limit that was in effect, and its origin.
@@ -134,10 +154,39 @@ fn screen(receipt: &ReceiptView) -> String {
     }
     limits(receipt, &mut out);
     used(&receipt.usage, &mut out);
-    if let Some(us) = receipt.database_us {
-        let _ = writeln!(out, "  databases  {}: waited for their answers", short_us(us));
+    if let Some(turnaround) = &receipt.turnaround {
+        in_application(turnaround, &mut out);
     }
     out
+}
+
+fn in_application(turnaround: &TurnaroundView, out: &mut String) {
+    let TurnaroundView { parts, questions, usual, grew } = turnaround;
+    let asked = if *questions == 1 { "1 question".into() } else { format!("{questions} questions") };
+    let _ = writeln!(out, "\nIn its application ({asked} to databases)");
+    let meanings = [
+        "before its first question",
+        "in databases",
+        "between questions",
+        "after the last answer, such as building the page",
+    ];
+    let usual = usual.as_ref().map(PartsView::named);
+    for (at, ((name, us), meaning)) in parts.named().into_iter().zip(meanings).enumerate() {
+        let usual = usual.map_or_else(String::new, |usual| format!("; usually {}", short_us(usual[at].1)));
+        let mark = if grew.as_deref() == Some(name) { "; this part grew most" } else { "" };
+        let _ = writeln!(out, "  {name:7}  {:>10}  {meaning}{usual}{mark}", short_us(us));
+    }
+}
+
+impl PartsView {
+    fn named(&self) -> [(&'static str, u64); 4] {
+        [
+            ("before", self.before_us),
+            ("db", self.db_us),
+            ("between", self.between_us),
+            ("after", self.after_us),
+        ]
+    }
 }
 
 fn head(receipt: &ReceiptView, out: &mut String) {
@@ -281,7 +330,10 @@ mod tests {
                 {"name": "program", "us": 700_000, "why": null},
             ],
             "usage": {"cpu_us": 70_000, "read_bytes": 4096, "write_bytes": 0, "throttled_us": 600_000},
-            "database_us": 20_000,
+            "turnaround": {
+                "before_us": 100_000, "db_us": 20_000, "between_us": 0, "after_us": 570_000, "questions": 1, "grew": "after",
+                "usual": {"before_us": 90_000, "db_us": 24_000, "between_us": 0, "after_us": 140_000},
+            },
             "took_us": 1_000_000, "kept": 8000,
         }));
         let expected = "\
@@ -310,7 +362,12 @@ What it used
   read       4KiB
   written    0B
   throttled  600.0 ms: its CPU quota was used up
-  databases  20.0 ms: waited for their answers
+
+In its application (1 question to databases)
+  before     100.0 ms  before its first question; usually 90.0 ms
+  db          20.0 ms  in databases; usually 24.0 ms
+  between        0 us  between questions; usually 0 us
+  after      570.0 ms  after the last answer, such as building the page; usually 140.0 ms; this part grew most
 ";
         assert_eq!(text, expected, "{text}");
     }

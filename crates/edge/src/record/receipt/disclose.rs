@@ -31,6 +31,7 @@ use crate::record::access_log::format::stages;
 use crate::record::access_record::{AccessDetails, Relocation};
 use crate::record::execution::CellExecution;
 use crate::record::receipt::figures::ReceiptFigures;
+use crate::record::turnaround::TurnaroundSource;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -49,7 +50,6 @@ const GATHER_TIME: Duration = Duration::from_secs(1);
 const INTEGER_MAX: u64 = 999_999_999_999_999;
 
 /// Writes the fields.
-#[derive(Debug)]
 pub struct ReceiptDisclosure {
     pub id: RequestId,
     pub node: Rc<str>,
@@ -59,6 +59,8 @@ pub struct ReceiptDisclosure {
     /// The wake it waited for.
     pub wake: Option<Arc<WakeReport>>,
     pub execution: Option<Rc<CellExecution>>,
+    /// Knows how its time is split, until the end.
+    pub split: Option<Rc<dyn TurnaroundSource>>,
 }
 
 /// Adds the time that the client waited in line, and the predicted wait.
@@ -130,6 +132,7 @@ impl ReceiptDisclosure {
     /// Returns Server-Timing (W3C): durations in milliseconds. Zero durations are left out.
     fn timing(&self) -> HeaderValue {
         let figures = &self.figures;
+        let split = figures.turnaround.unwrap_or_default();
         let mut out = String::with_capacity(TIMING_LEN);
         let mut put = |name: &str, us: u64| {
             out.push_str(if out.is_empty() { "" } else { ", " });
@@ -144,7 +147,10 @@ impl ReceiptDisclosure {
             ("wake", figures.wake_us),
             ("fence", figures.fence_us),
             ("backend", figures.backend_us),
-            ("db", figures.db_us.unwrap_or(0)),
+            ("app-before", split.before_us),
+            ("db", split.db_us),
+            ("app-between", split.between_us),
+            ("app-after", split.after_us),
             ("cpu", figures.cpu_us.unwrap_or(0)),
             ("throttled", figures.throttled_us),
             ("paced", figures.paced_us),
@@ -208,6 +214,7 @@ impl ReceiptDisclosure {
         if let Some(execution) = &self.execution {
             execution.tell(&mut more);
         }
+        more.turnaround = self.split.as_ref().and_then(|split| split.turnaround());
         self.figures.update(&more, self.begun.elapsed());
         self.receipt(true)
     }

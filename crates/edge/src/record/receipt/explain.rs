@@ -18,6 +18,7 @@ use crate::record::access_record::{AccessDetails, AccessRecord, ProgramUsage, Us
 use crate::record::receipt::figures::ReceiptFigures;
 use crate::record::receipt::ring::ReceiptRings;
 use crate::record::route_trace;
+use crate::record::turnaround::{PARTS, Turnaround};
 
 /// Returns the receipt of the request with this id as JSON. `null` if it is not kept (any more).
 ///
@@ -88,7 +89,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
             json!({ "reason": reason, "code": code, "detail": more.fault })
         }),
         "spans": spans(record, more, &figures),
-        "database_us": figures.db_us,
+        "turnaround": figures.turnaround.map(|split| turnaround(&split, more.usual.as_ref())),
         "usage": {
             "cpu_us": figures.cpu_us,
             "read_bytes": is_known.then_some(figures.read_bytes),
@@ -101,6 +102,34 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "fence_us": figures.fence_us,
         "took_us": figures.took_us,
     })
+}
+
+// === Turnaround ===
+
+/// Increase of a part above the usual that is named: this time, and this part of the whole usual
+/// time, in percent.
+const GREW_MIN_US: u64 = 1_000;
+const GREW_MIN_PERCENT: u64 = 20;
+
+/// Returns the parts of the time in the application, the usual ones, and the part that grew most.
+fn turnaround(split: &Turnaround, usual: Option<&Turnaround>) -> Value {
+    let parts = |split: &Turnaround| {
+        let named = PARTS.iter().zip(split.parts());
+        named.map(|(part, us)| (format!("{part}_us"), us.into())).collect::<serde_json::Map<_, Value>>()
+    };
+    let mut told = parts(split);
+    told.insert("questions".into(), split.questions.into());
+    told.insert("usual".into(), usual.map_or(Value::Null, |usual| parts(usual).into()));
+    told.insert("grew".into(), usual.and_then(|usual| grown_part(split, usual)).into());
+    told.into()
+}
+
+/// Returns the part that is longest above its usual time, if that is much.
+fn grown_part(split: &Turnaround, usual: &Turnaround) -> Option<&'static str> {
+    let growth = split.parts().into_iter().zip(usual.parts()).map(|(us, usual)| us.saturating_sub(usual));
+    let (most_us, part) = growth.zip(PARTS).max_by_key(|(us, _)| *us)?;
+    let whole_us: u64 = usual.parts().iter().sum();
+    (most_us >= GREW_MIN_US.max(whole_us * GREW_MIN_PERCENT / 100)).then_some(part)
 }
 
 // === Limits ===

@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use crate::record::access_record::{AccessDetails, AccessRecord, ProgramUsage};
+use crate::record::turnaround::Turnaround;
 
 /// Usage and waits of a request. Times are microseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -19,9 +20,9 @@ pub struct ReceiptFigures {
     pub fence_us: u64,
     /// Time in the backend, until the head of its answer.
     pub backend_us: u64,
-    /// Part of that, and of the time after it, in databases. `None` if the instance served
-    /// another request, too, or has no database.
-    pub db_us: Option<u64>,
+    /// That and the time after it, until the backend's response was complete, split by its
+    /// databases. `None` if the instance has none, or it is not known whose questions they were.
+    pub turnaround: Option<Turnaround>,
     /// CPU time of its programs, or of the edge itself if none ran. `None` if a program ran, and
     /// the keeper did not report it.
     pub cpu_us: Option<u64>,
@@ -41,7 +42,7 @@ impl ReceiptFigures {
             wake_us: record.woken().map_or(0, |woken| us(woken.waited)),
             fence_us: record.more.as_ref().map_or(0, |more| us(more.fence)),
             backend_us: us(record.backend),
-            db_us: record.more.as_ref().and_then(|more| more.database).map(us),
+            turnaround: record.more.as_ref().and_then(|more| more.turnaround),
             cpu_us: Some(us(record.edge_cpu)),
             ..Self::default()
         };
@@ -56,6 +57,7 @@ impl ReceiptFigures {
     pub fn update(&mut self, more: &AccessDetails, took: Duration) {
         self.took_us = us(took);
         self.paced_us = more.paced_us;
+        self.turnaround = more.turnaround.or(self.turnaround);
         match more.used {
             ProgramUsage::Nothing => {}
             ProgramUsage::Unknown => self.cpu_us = None,
@@ -74,14 +76,22 @@ impl ReceiptFigures {
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let woken = (self.wake_us > 0).then_some(("wake_us", self.wake_us));
         let fence = (self.fence_us > 0).then_some(("fence_us", self.fence_us));
-        let db = self.db_us.map(|db_us| ("db_us", db_us));
+        let parts = self.turnaround.map(|split| {
+            [
+                ("before_us", split.before_us),
+                ("db_us", split.db_us),
+                ("between_us", split.between_us),
+                ("after_us", split.after_us),
+                ("questions", split.questions.into()),
+            ]
+        });
         let cpu = self.cpu_us.map(|cpu_us| ("cpu_us", cpu_us));
         [("took_us", self.took_us), ("queue_us", self.queue_us), ("rules_us", self.rules_us)]
             .into_iter()
             .chain(woken)
             .chain(fence)
             .chain([("backend_us", self.backend_us)])
-            .chain(db)
+            .chain(parts.into_iter().flatten())
             .chain(cpu)
             .chain([
                 ("read_bytes", self.read_bytes),

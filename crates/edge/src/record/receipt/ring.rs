@@ -14,6 +14,7 @@ use nagaya_base::RequestId;
 use parking_lot::Mutex;
 
 use crate::record::access_record::AccessRecord;
+use crate::record::site_turnarounds::SiteTurnarounds;
 
 /// Number of noteworthy requests per kept plain one. Noteworthy ones waited, were limited,
 /// refused or served by a program. Plain ones are mostly files.
@@ -21,13 +22,16 @@ const NOTED_FOR_ONE_PLAIN: usize = 8;
 
 /// The rings of all edge threads.
 #[derive(Debug, Default)]
-pub struct ReceiptRings(Mutex<Vec<(ThreadId, Arc<ReceiptRing>)>>);
+pub struct ReceiptRings {
+    rings: Mutex<Vec<(ThreadId, Arc<ReceiptRing>)>>,
+    turnarounds: Arc<SiteTurnarounds>,
+}
 
 impl ReceiptRings {
     /// Returns the calling thread's ring.
     pub fn for_thread(&self) -> Arc<ReceiptRing> {
         let here = thread::current().id();
-        let mut rings = self.0.lock();
+        let mut rings = self.rings.lock();
         if let Some((_, ring)) = rings.iter().find(|(thread, _)| *thread == here) {
             return Arc::clone(ring);
         }
@@ -36,9 +40,14 @@ impl ReceiptRings {
         ring
     }
 
+    /// Returns what is usual for each site.
+    pub fn turnarounds(&self) -> &Arc<SiteTurnarounds> {
+        &self.turnarounds
+    }
+
     /// Calls `look` with the record of this request, if it is still kept.
     pub fn find<T>(&self, id: RequestId, look: impl FnOnce(&AccessRecord) -> T) -> Option<T> {
-        let rings: Vec<_> = self.0.lock().iter().map(|(_, ring)| Arc::clone(ring)).collect();
+        let rings: Vec<_> = self.rings.lock().iter().map(|(_, ring)| Arc::clone(ring)).collect();
         for ring in rings {
             let kept = ring.0.lock();
             let mut all = kept.noted.iter().rev().chain(kept.plain.iter().rev());

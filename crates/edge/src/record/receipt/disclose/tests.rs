@@ -19,6 +19,7 @@ fn disclosure(execution: Option<Rc<CellExecution>>) -> ReceiptDisclosure {
         figures,
         wake: None,
         execution,
+        split: None,
     }
 }
 
