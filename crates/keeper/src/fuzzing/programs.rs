@@ -12,6 +12,7 @@ use crate::gate::opening::{AnswerRecords, BodyRecords, CheckedOpening, OPENING_M
 use crate::instances::run::internal_requests;
 use crate::log::lines::{LINE_LEN_MAX, LineSplitter};
 use crate::relay::ask;
+use crate::relay::query_tag::find_tag;
 use crate::relay::turns::QueryTracker;
 
 use super::split_step;
@@ -163,6 +164,8 @@ pub(super) fn read_turns(bytes: &[u8]) {
         let (piece, rest) = said.split_at(step.min(said.len()));
         if is_client {
             open += i64::from(turns.asks(piece));
+            // Any text may be in a query.
+            let _ = find_tag(piece);
         } else {
             open -= i64::from(turns.answers(piece));
         }
