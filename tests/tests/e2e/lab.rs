@@ -35,6 +35,10 @@ pub const SUITE: Suite = Suite {
 /// A uid that nobody has.
 const ALICE: u32 = 210_000;
 
+/// Lease length, milliseconds. A machine may stand still for a second, as the disk under etcd does. Its nodes
+/// keep their leases.
+pub const STEADY_FENCE: &str = "3000";
+
 /// Three nodes that are set up in this way, and an application that any of them may run, at `app.test`.
 pub fn lab_with_app(words: &[&str]) -> Lab {
     let lab = Lab::up(&[&["3", "--etcd", "1"], words].concat());

@@ -13,7 +13,7 @@ use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::{machine, wait};
 use serde_json::Value;
 
-use crate::lab::lab_with_app;
+use crate::lab::{STEADY_FENCE, lab_with_app};
 
 pub const SUITE: Suite = Suite {
     name: "partitions",
@@ -38,8 +38,7 @@ fn lab_without_images() -> Lab {
     let tables = tempfile::NamedTempFile::new().expect("a file");
     machine::write(tables.path(), "[instances]\nimage_bytes = \"0B\"\n");
     let tables = tables.path().to_string_lossy();
-    // A busy machine with a debug build is not to lose its right by and by.
-    let lab = lab_with_app(&["--fence", "1000", "--tables", &tables]);
+    let lab = lab_with_app(&["--fence", STEADY_FENCE, "--tables", &tables]);
     for node in NODES {
         wait::until("it answers for the application", || {
             lab.get(node, "app.test", 30).as_deref() == Some("200")
