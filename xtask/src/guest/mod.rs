@@ -9,7 +9,7 @@ mod boot;
 mod experiment;
 mod initramfs;
 mod job;
-mod kernel;
+pub mod kernel;
 mod machine;
 mod root;
 mod service;
