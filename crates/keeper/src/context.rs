@@ -26,6 +26,7 @@ use crate::bases::{BaseLimits, BaseStore};
 use crate::cells::{CellParent, KeeperCells};
 use crate::fault::{self, Fault};
 use crate::log::{self, LogBudget, LogWriter};
+use crate::machines::MachineTemplates;
 use crate::metrics::KeeperMetrics;
 use crate::options::KeeperConfig;
 use crate::paths::roots;
@@ -50,6 +51,8 @@ pub struct KeeperContext {
     pub logs: LogWriter,
     /// Bases that come as OCI images.
     pub bases: Arc<BaseStore>,
+    /// Templates of machines.
+    pub machines: Arc<MachineTemplates>,
     /// `None` without root, or if it could not be started.
     launcher: Option<Arc<Launcher>>,
     /// Started with the first application that needs it.
@@ -107,6 +110,7 @@ impl KeeperContext {
             metrics,
             logs,
             bases: Arc::new(bases),
+            machines: Arc::default(),
             launcher,
             relay: OnceCell::new(),
             priority_changed: Notify::new(),

@@ -83,6 +83,8 @@ pub const HIDDEN: Code = Code(359);
 
 /// Lines are missing in the log of an application.
 pub const LOG: Code = Code(338);
+/// The machine of an application cannot be made.
+pub const MACHINE: Code = Code(372);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

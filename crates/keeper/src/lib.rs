@@ -9,6 +9,7 @@
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod image;
+pub mod machines;
 pub mod sandbox;
 pub mod version;
 

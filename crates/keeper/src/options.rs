@@ -4,7 +4,7 @@
 //! (`records::record`).
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nagaya_records::check::IdPolicy;
 use serde::{Deserialize, Serialize};
@@ -57,6 +57,16 @@ pub struct KeeperConfig {
     pub etcd: Vec<String>,
 }
 
+impl KeeperConfig {
+    /// Returns the keeper's directories, which look empty in a sandbox. `/run` is each sandbox's
+    /// own anyway.
+    pub fn hidden_directories(&self) -> impl Iterator<Item = PathBuf> {
+        let own = [Some(&*self.runtime_dir), self.instances.images.parent(), self.certificates.as_deref()];
+        let is_there = |path: &&Path| path.is_absolute() && path.parent().is_some() && path.is_dir();
+        own.into_iter().flatten().filter(is_there).map(Path::to_path_buf)
+    }
+}
+
 /// Instances of applications: how they rest, and the limits of their images.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -65,6 +75,8 @@ pub struct InstanceOptions {
     pub images: PathBuf,
     /// The CRIU program. `None`: the first that works, as `nagaya doctor` says.
     pub criu: Option<PathBuf>,
+    /// Tree with the kernels of machines, in `boot` and `lib/modules`.
+    pub kernels: PathBuf,
     /// Maximum size of all images together, in bytes. Beyond it the least recently used one is
     /// removed.
     pub image_bytes_max: u64,
@@ -228,6 +240,7 @@ impl Default for InstanceOptions {
         Self {
             images: "/var/lib/nagaya/images".into(),
             criu: None,
+            kernels: "/".into(),
             image_bytes_max: 16 << 30,
             image_age_max_ms: 30 * 86_400_000,
             image_bandwidth: 64 << 20,
@@ -243,12 +256,6 @@ impl Default for InstanceOptions {
 
 impl Default for IdleOptions {
     fn default() -> Self {
-        Self {
-            quiet_ms: 2_000,
-            frozen_ms: 10_000,
-            reclaimed_ms: 120_000,
-            image_ms: 900_000,
-            cold_ms: 3_600_000,
-        }
+        Self { quiet_ms: 50, frozen_ms: 10_000, reclaimed_ms: 120_000, image_ms: 900_000, cold_ms: 3_600_000 }
     }
 }

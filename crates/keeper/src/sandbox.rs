@@ -78,7 +78,7 @@ pub(crate) use outlet::listen as listen_here;
 pub(crate) use shm::{DEPTH_MAX as SHM_DEPTH_MAX, ENTRIES_MAX as SHM_ENTRIES_MAX, FILE as SHM_FILE};
 pub(crate) use tree::{attach_to, detached, own_proc};
 pub use tree::{detached_tree, lock, memory};
-pub use trial::{CAPABILITIES, explain, missing_capabilities, try_sandbox};
+pub use trial::{CAPABILITIES, NOBODY, explain, missing_capabilities, try_sandbox};
 
 /// No sandbox can be made at all.
 pub const LAUNCHER: Code = Code(330);

@@ -5,6 +5,7 @@
 
 pub mod after_wake;
 pub mod app_launch;
+pub mod app_machine;
 pub mod clock;
 pub mod draining;
 pub mod driver;

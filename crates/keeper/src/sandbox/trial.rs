@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::{CellEntrance, Launcher, SandboxBind, SandboxError, SandboxProgram, SandboxSpec, UnixIdentity};
 
 /// `nobody` and `nogroup`, who own nothing.
-const NOBODY: UnixIdentity = UnixIdentity { uid: 65_534, gid: 65_534 };
+pub const NOBODY: UnixIdentity = UnixIdentity { uid: 65_534, gid: 65_534 };
 
 /// Maximum time for a program that does nothing.
 const END_TIMEOUT: Duration = Duration::from_secs(20);

@@ -22,10 +22,10 @@ pub const ROOT: &[FoundFact] = &[
     ("a layout that its tenant may not read, or that was altered, is no base", refused_layouts),
 ];
 
-const PERL: &str = "/usr/bin/perl";
+pub const PERL: &str = "/usr/bin/perl";
 
 /// Answers with what it sees of its base.
-const SERVER: &str = r#"
+pub const SERVER: &str = r#"
 use Socket;
 socket(S, PF_UNIX, SOCK_STREAM, 0) or die;
 bind(S, sockaddr_un($ENV{NAGAYA_SOCKET})) or die "bind: $!";
@@ -80,7 +80,7 @@ fn perl() -> Result<Layer, String> {
 }
 
 /// Perl below, its own files above.
-fn layout(dir: &Path, greeting: &str) -> Result<(Writer, Vec<Value>), String> {
+pub fn layout(dir: &Path, greeting: &str) -> Result<(Writer, Vec<Value>), String> {
     let mut writer = Writer::new(dir);
     let own = Layer::new()
         .file("etc/greeting", greeting)
@@ -99,7 +99,7 @@ fn layout(dir: &Path, greeting: &str) -> Result<(Writer, Vec<Value>), String> {
     Ok((writer, layers))
 }
 
-fn app(base: &Path) -> Value {
+pub fn app(base: &Path) -> Value {
     json!({"kind": "app", "command": [PERL, "server.pl"], "directory": "www", "start_seconds": 300, "idle": NEVER(),
         "base": format!("oci:{}:v1", base.display())})
 }

@@ -49,16 +49,16 @@ fn world() -> World {
 }
 
 /// A command of this site's, as the supervisor hands it over.
-struct Command {
+pub struct Command {
     connection: UnixStream,
 }
 
-fn exec(site: &str, command: &[&str]) -> ExecCommand {
+pub fn exec(site: &str, command: &[&str]) -> ExecCommand {
     let command = command.iter().map(ToString::to_string).collect();
     ExecCommand { site: site.into(), command, wake: true, terminal: None, seconds_max: None }
 }
 
-fn begin(world: &World, exec: &ExecCommand) -> Command {
+pub fn begin(world: &World, exec: &ExecCommand) -> Command {
     let (ours, theirs) = UnixStream::pair().unwrap();
     world.pass(&encode(&FromSupervisor::Exec(exec.clone())).unwrap(), &theirs.into());
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
@@ -67,7 +67,7 @@ fn begin(world: &World, exec: &ExecCommand) -> Command {
 }
 
 impl Command {
-    fn hear(&self) -> (ExecSaid, Vec<OwnedFd>) {
+    pub fn hear(&self) -> (ExecSaid, Vec<OwnedFd>) {
         let (mut line, mut fds) = (Vec::new(), Vec::new());
         while line.last() != Some(&b'\n') {
             let mut byte = [0];
@@ -88,7 +88,7 @@ impl Command {
 
     /// The other ends of its standard streams.
     #[track_caller]
-    fn streams(&self) -> [File; 3] {
+    pub fn streams(&self) -> [File; 3] {
         let (said, fds) = self.hear();
         assert_eq!(said, ExecSaid::Runs);
         let files: Vec<File> = fds.into_iter().map(File::from).collect();
@@ -106,7 +106,7 @@ impl Command {
 
 /// What it writes, and how it ends.
 #[track_caller]
-fn output(world: &World, exec: &ExecCommand) -> (String, ExecSaid) {
+pub fn output(world: &World, exec: &ExecCommand) -> (String, ExecSaid) {
     let command = begin(world, exec);
     let [input, mut output, mut errors] = command.streams();
     drop(input);

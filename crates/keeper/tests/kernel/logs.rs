@@ -63,7 +63,7 @@ fn read(dir: &Path, name: &str) -> String {
     fs::read_to_string(dir.join(name)).unwrap_or_default()
 }
 
-fn lines(world: &World, site: &str) -> Vec<String> {
+pub fn lines(world: &World, site: &str) -> Vec<String> {
     let answer = world.act(site, InstanceCommand::Logs);
     let lines = answer["lines"].as_array().unwrap_or_else(|| panic!("{answer}"));
     lines.iter().map(|line| line.as_str().unwrap().to_owned()).collect()

@@ -25,6 +25,7 @@ mod life;
 mod limits;
 mod links;
 mod logs;
+mod machine;
 mod mapped;
 mod nat;
 mod outbound;
@@ -61,10 +62,36 @@ pub type FoundFact = (&'static str, fn() -> Result<(), String>);
 /// One that is true only where the keeper has these controllers.
 pub type CellFact = (&'static [&'static str], &'static str, fn());
 
+/// Runs as nagaya's own program, in the sandbox of a machine, if it is started as that.
+fn run_machine_program() {
+    let mut words = std::env::args_os().skip(1);
+    let ended = match words.next().as_ref().and_then(|word| word.to_str()) {
+        Some("vm-run") => Some(nagaya_machine::run::run().map_err(|error| error.to_string())),
+        Some("vm-template") => {
+            Some(nagaya_machine::template::run().map(|()| 0).map_err(|error| error.to_string()))
+        }
+        Some("vm-exec") => {
+            let words: Vec<_> = words.collect();
+            Some(nagaya_machine::exec::run(&words).map_err(|error| error.to_string()))
+        }
+        _ => None,
+    };
+    if let Some(ended) = ended {
+        match ended {
+            Ok(status) => std::process::exit(status.into()),
+            Err(error) => {
+                eprintln!("{error}");
+                std::process::exit(1);
+            }
+        }
+    }
+}
+
 fn main() {
     if world::is_keeper() {
         world::keeper_main();
     }
+    run_machine_program();
     let arguments = Arguments::from_args();
     let is_root = rustix::process::geteuid().is_root();
     if is_root {
@@ -102,6 +129,7 @@ fn main() {
             .chain(pressure::ROOT)
             .chain(bases::ROOT)
             .chain(databases::FOUND)
+            .chain(machine::FOUND)
             .chain(woken::FOUND)
             .map(of_found),
     );

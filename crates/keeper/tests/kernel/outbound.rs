@@ -99,7 +99,12 @@ pub async fn until_service(log: &PathBuf) {
 }
 
 pub async fn told(keeper: &KeeperClient, what: &str) -> String {
-    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+    told_by(keeper, "app", what).await
+}
+
+/// As `told`, of this site's application.
+pub async fn told_by(keeper: &KeeperClient, site: &str, what: &str) -> String {
+    let used = keeper.use_instance(&site_name(site), None).await.unwrap();
     get(&used, what).await
 }
 

@@ -347,10 +347,15 @@ impl World {
 
     /// Runs a test's body on a runtime like an edge thread's.
     pub fn run<R>(&self, body: impl AsyncFnOnce(Rc<KeeperClient>) -> R) -> R {
+        self.run_within(TIMEOUT, body)
+    }
+
+    /// As `run`, for work that takes longer.
+    pub fn run_within<R>(&self, limit: Duration, body: impl AsyncFnOnce(Rc<KeeperClient>) -> R) -> R {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let body = async { body(KeeperClient::connect(&self.socket()).await.unwrap()).await };
-            tokio::time::timeout(TIMEOUT, body).await.unwrap_or_else(|_| panic!("it hangs:\n{}", self.log()))
+            tokio::time::timeout(limit, body).await.unwrap_or_else(|_| panic!("it hangs:\n{}", self.log()))
         })
     }
 }

@@ -31,7 +31,7 @@ use tokio::time::{sleep, timeout};
 use crate::context::{KeeperContext, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::instances::lookup::instance_of;
-use crate::instances::run::{app_launch, sandbox_spec};
+use crate::instances::run::{app_launch, app_machine, sandbox_spec};
 use crate::instances::state::instance::{SiteInstance, parts};
 use crate::instances::state::shared::NodeInstances;
 use crate::instances::use_instance::{ReadyInstance, RunRef, use_site};
@@ -253,8 +253,16 @@ fn start(sandbox: Arc<Sandbox>, wanted: &ExecRequest) -> Result<RunningCommand, 
         let message = format!("cannot make the pipes or the terminal of a command: {error}");
         Fault::new(FailureKind::Busy, fault::EXEC, message)
     })?;
+    let argv = match &app.machine {
+        // Where its own sandbox only has QEMU.
+        Some(_) => {
+            let is_node_base = app.base.as_ref().is_none_or(|base| sandbox_spec::is_node(base.path()));
+            app_machine::exec_command(app, tenant, is_node_base, command)
+        }
+        None => command.clone(),
+    };
     let program = SandboxProgram {
-        argv: command.clone(),
+        argv,
         env,
         directory: spawn::home(tenant).join(&app.directory),
         stdin: Some(input.as_fd()),

@@ -18,6 +18,9 @@ use crate::instances::run::processes::InstanceProcesses;
 use crate::instances::state::instance::SiteInstance;
 use crate::sandbox::ROOT_PID;
 
+/// Signal to the first process of a machine (`nagaya_machine::run::WAKE`).
+const MACHINE_WAKE: &str = "SIGALRM";
+
 /// Maximum duration of all of it, while the callers wait.
 const AFTER_WAKE_MAX: Duration = Duration::from_secs(5);
 
@@ -30,7 +33,9 @@ pub async fn tell(
 ) {
     let site = instance.site();
     let until = Instant::now() + AFTER_WAKE_MAX;
-    for word in &app.after_wake {
+    // A machine learns the time, and gets randomness of its own, before anything else.
+    let of_machine = app.machine.iter().map(|_| MACHINE_WAKE);
+    for word in of_machine.chain(app.after_wake.iter().map(String::as_str)) {
         let said = match signal_of(word) {
             Some(signal) => {
                 let leaf = std::sync::Arc::clone(processes.leaf());
@@ -67,6 +72,7 @@ async fn get(
 /// Returns one of the signals that a record may name.
 fn signal_of(word: &str) -> Option<Signal> {
     match word {
+        MACHINE_WAKE => Some(Signal::ALARM),
         "SIGHUP" => Some(Signal::HUP),
         "SIGUSR1" => Some(Signal::USR1),
         "SIGUSR2" => Some(Signal::USR2),

@@ -27,6 +27,7 @@ use crate::image::{
     Digest, HandedFds, Image, ImageError, ImageLookup, ImageSubject, ImageTerms, NodeImages, ReadRecorder,
     WatchTerms, WatchedInputs, WatchedTag, base_digest,
 };
+use crate::instances::run::app_machine::{self, MachineFiles, MachineOrder};
 use crate::instances::run::restart_file::{self, RestartFile};
 use crate::instances::run::sandbox_spec::{self, ScratchDirs};
 use crate::instances::run::volatile_files::{self, IfPresent};
@@ -61,6 +62,8 @@ pub struct AppLaunch {
     pub workers: ThreadPool,
     /// Its base, if that is an OCI image.
     pub unpacked: Option<Arc<UnpackedBase>>,
+    /// Its machine, if it has a kernel of its own.
+    pub machine: Option<MachineFiles>,
     pub authority: PlacementLease,
 }
 
@@ -188,7 +191,8 @@ impl AppLaunch {
         let whose = (self.identity(), leaf.entrance());
         let Self { site, tenant, app, options, .. } = self;
         let from = (self.base(), self.sockets_dir(), self.outside.as_ref().map(|outside| &outside.plan));
-        let spec = sandbox_spec::spec(site, tenant, app, &self.scratch(), options, from, whose);
+        let mut spec = sandbox_spec::spec(site, tenant, app, &self.scratch(), options, from, whose);
+        spec.binds.extend(self.machine.iter().flat_map(|machine| machine.binds(self.has_node_base())));
         launcher.create(&spec).map_err(|error| of_sandbox(&error))
     }
 
@@ -281,6 +285,11 @@ impl AppLaunch {
         let subject = self
             .subject(&secrets)
             .map_err(|error| Fault::of_path(fault::APP, "cannot look at the base", self.base(), error))?;
+        if let Some(machine) = &self.machine {
+            let limits = [&self.site.limits, &self.tenant.limits].map(|limits| limits.limits().memory);
+            machine.check_limit(limits.into_iter().flatten().min())?;
+        }
+        let device = self.machine.as_ref().map(MachineFiles::device).transpose()?.flatten();
         self.make_scratch()?;
         let databases = self.listen_for_databases()?;
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
@@ -295,10 +304,10 @@ impl AppLaunch {
         let mut env = environment(&self.app, &self.tenant, &address, secrets);
         sandbox_spec::add_own_variables(self.base(), &mut env);
         let program = SandboxProgram {
-            argv: spawn::app_command(&self.app, &address)?.into_iter().map(OsString::from).collect(),
+            argv: self.command(&address, &mut env)?,
             env,
             directory: spawn::home(&self.tenant).join(&self.app.directory),
-            stdin: None,
+            stdin: device.as_ref().map(AsFd::as_fd),
             stdout: Some(handover.log.as_fd()),
             stderr: Some(handover.log.as_fd()),
             listener: handover.listener.as_ref().map(AsFd::as_fd),
@@ -314,6 +323,30 @@ impl AppLaunch {
             started,
             LaunchResult { sandbox, since, subject, handover, image, reads, restart_file, tags, outlets },
         ))
+    }
+
+    /// Returns the command of its sandbox. For a machine, a variable describes that.
+    fn command(
+        &self,
+        address: &spawn::AppAddress,
+        env: &mut Vec<(OsString, OsString)>,
+    ) -> Result<Vec<OsString>, Fault> {
+        let Some(files) = &self.machine else {
+            return Ok(spawn::app_command(&self.app, address)?.into_iter().map(OsString::from).collect());
+        };
+        let order = MachineOrder {
+            site: &self.site,
+            tenant: &self.tenant,
+            app: &self.app,
+            files,
+            is_node_base: self.has_node_base(),
+            identity: self.identity(),
+            open_files_max: self.runner.open_files_max,
+            plan: self.outside.as_ref().map(|outside| &outside.plan),
+        };
+        let (command, variable) = app_machine::command(&order, address)?;
+        env.push(variable);
+        Ok(command)
     }
 
     /// Restores it from its image, if it has one.
@@ -394,6 +427,12 @@ impl AppLaunch {
         handover: &HandoverFds,
         watched: WatchedInputs,
     ) -> Result<Image, ImageError> {
+        if self.machine.as_ref().is_some_and(MachineFiles::has_kvm) {
+            return Err(ImageError::Io {
+                what: "save a machine on the processor itself (KVM)".into(),
+                error: io::ErrorKind::Unsupported.into(),
+            });
+        }
         // If it is to be imaged again, none of its memory may belong to the image.
         let memory = if self.is_imaged_at_rest() { ImageMemory::Copied } else { self.app.image_memory };
         let how = ImageTerms { memory, watched };
@@ -468,6 +507,10 @@ impl AppLaunch {
         }
     }
 
+    fn has_node_base(&self) -> bool {
+        sandbox_spec::is_node(self.base())
+    }
+
     /// Returns the digest of what an image of its processes depends on.
     fn base_digest(&self) -> io::Result<Digest> {
         match &self.unpacked {
@@ -485,7 +528,9 @@ impl AppLaunch {
         let record = serde_json::to_vec(&what_runs(app)).map_err(io::Error::other)?;
         let home = spawn::home(tenant).as_os_str().as_encoded_bytes();
         let files_max = runner.open_files_max.to_le_bytes();
-        let mut parts = vec![record.as_slice(), home, &files_max];
+        let machine = self.machine.as_ref().map(MachineFiles::digest).transpose()?;
+        let machine = machine.map(|digest| digest.to_string()).unwrap_or_default();
+        let mut parts = vec![record.as_slice(), home, &files_max, machine.as_bytes()];
         parts.extend(secrets.iter().flat_map(|(name, value)| [name.as_bytes(), value.as_bytes()]));
         let UnixIdentity { uid, gid } = self.identity();
         Ok(ImageSubject {
@@ -500,7 +545,7 @@ impl AppLaunch {
 
     /// Makes the keeper's end of the log, and the program's ends.
     fn hand_over(&self, sandbox: &Sandbox) -> Result<(OwnedFd, HandoverFds), Fault> {
-        let listener = match self.app.listen {
+        let listener = match app_machine::listen(&self.app) {
             AppListen::Fd => Some(self.listen(sandbox)?),
             AppListen::Socket | AppListen::Port => None,
         };

@@ -198,7 +198,7 @@ fn own_binds(scratch: &ScratchDirs, is_node: bool, has_mail: bool) -> Vec<Sandbo
 }
 
 /// Whether this is the node's own tree, with its programs.
-fn is_node(base: &Path) -> bool {
+pub fn is_node(base: &Path) -> bool {
     base == Path::new("/")
 }
 
@@ -300,24 +300,13 @@ pub fn spec(
         base: base.to_owned(),
         base_as_tenant: matches!(app.base, Some(BaseRecord::Directory(_))),
         binds,
-        hide: hidden(options).chain(homes_beside(tenant)).collect(),
+        hide: options.hidden_directories().chain(homes_beside(tenant)).collect(),
         tmp: Some(scratch.tmp.clone()),
         run: Some(scratch.run.clone()),
         shm_bytes_max: SHM_BYTES_MAX,
         host_network,
         entrance,
     }
-}
-
-/// Returns the keeper's directories, which look empty. `/run` is each sandbox's own anyway.
-fn hidden(options: &KeeperConfig) -> impl Iterator<Item = PathBuf> {
-    let own = [
-        Some(options.runtime_dir.as_path()),
-        options.instances.images.parent(),
-        options.certificates.as_deref(),
-    ];
-    let is_there = |path: &&Path| path.is_absolute() && path.parent().is_some() && path.is_dir();
-    own.into_iter().flatten().filter(is_there).map(Path::to_path_buf)
 }
 
 /// Returns the directory with other tenants' homes beside this one's, if sandboxes show it.

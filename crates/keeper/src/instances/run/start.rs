@@ -28,10 +28,11 @@ use crate::image::{self, Image, NodeImages, ReadRecorder};
 use crate::instances::decide::lifecycle::FailureCause;
 use crate::instances::decide::stop_mode::{EndRequest, StopMode};
 use crate::instances::run::app_launch::{AppLaunch, LaunchResult, NotRestored, OutsideAccess};
+use crate::instances::run::app_machine::MachineFiles;
 use crate::instances::run::endpoint::InstanceEndpoint;
 use crate::instances::run::internal_requests::InternalTarget;
 use crate::instances::run::processes::{ImageSource, InstanceProcesses, SocketDir, StartMode, end};
-use crate::instances::run::{after_wake, plain_address, sandbox_spec};
+use crate::instances::run::{after_wake, app_machine, plain_address, sandbox_spec};
 use crate::instances::state::instance::SiteInstance;
 use crate::mail::{MAIL_ADDRESS, MailSender};
 use crate::paths::tenant_path::PathOwner;
@@ -258,7 +259,7 @@ fn outside_of(
     if let Some(sites) = &own_sites {
         let mut ports = sites.ports();
         // At this port it may listen itself, at all addresses.
-        ports.retain(|port| app.listen != AppListen::Port || *port != APP_PORT);
+        ports.retain(|port| app_machine::listen(app) != AppListen::Port || *port != APP_PORT);
         let names =
             context.table().read().hosts_of_tenant(tenant.name.as_str(), site.name.as_str(), OWN_NAMES_MAX);
         plan = match reach {
@@ -288,10 +289,31 @@ pub async fn prepare_launch(
     let outside = outside_of(context, &site, &tenant, app, runner.identity)?;
     let workers = context.workers.clone();
     let owner = PathOwner::of(&tenant, runner.identity);
-    let unpacked = unpacked(context, instance, app, owner).await?;
+    let unpacked = unpacked(context, instance, app, owner.clone()).await?;
+    let machine = match app.machine.clone() {
+        Some(machine) => {
+            let (launcher, options) = (context.launcher()?, Arc::clone(&options));
+            let templates = Arc::clone(&context.machines);
+            let _turn = context.machines.turn().await;
+            let prepare = move || MachineFiles::prepare(&machine, &options, &owner, &launcher, &templates);
+            Some(context.on_worker(prepare).await?)
+        }
+        None => None,
+    };
     let (app, listens_at, authority) = (app.clone(), listens_at.to_owned(), context.authority.clone());
-    let of =
-        AppLaunch { site, tenant, app, runner, options, listens_at, outside, workers, unpacked, authority };
+    let of = AppLaunch {
+        site,
+        tenant,
+        app,
+        runner,
+        options,
+        listens_at,
+        outside,
+        workers,
+        unpacked,
+        machine,
+        authority,
+    };
     Ok(Arc::new(of))
 }
 
@@ -304,7 +326,7 @@ async fn spawn_sandboxed(
 ) -> Result<(ProcessRef, InstanceEndpoint, ImageSource), StartError> {
     let launcher = context.launcher()?;
     let listens_at = dir.join(SOCKET);
-    let address = sandbox_spec::address(app.listen, &listens_at);
+    let address = sandbox_spec::address(app_machine::listen(app), &listens_at);
     let launch = prepare_launch(context, instance, app, &listens_at).await?;
     // Result of the worker besides the processes, or why there are none.
     let reported: Arc<Mutex<Option<Result<LaunchResult, NotRestored>>>> = Arc::default();
