@@ -29,5 +29,24 @@ fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     let is_sendmail =
         arguments.next().is_some_and(|name| Path::new(&name).file_name() == Some("sendmail".as_ref()));
-    if is_sendmail { nagaya_sendmail::run(&arguments.collect::<Vec<_>>()) } else { cli::run() }
+    if is_sendmail {
+        return nagaya_sendmail::run(&arguments.collect::<Vec<_>>());
+    }
+    // In the sandbox of a machine.
+    let word = arguments.next();
+    let ended = match word.as_ref().and_then(|word| word.to_str()) {
+        Some("vm-run") => nagaya_machine::run::run().map_err(|error| error.to_string()),
+        Some("vm-template") => nagaya_machine::template::run().map(|()| 0).map_err(|error| error.to_string()),
+        Some("vm-exec") => {
+            nagaya_machine::exec::run(&arguments.collect::<Vec<_>>()).map_err(|error| error.to_string())
+        }
+        _ => return cli::run(),
+    };
+    match ended {
+        Ok(status) => status.into(),
+        Err(error) => {
+            eprintln!("nagaya {}: {error}", word.unwrap_or_default().display());
+            ExitCode::FAILURE
+        }
+    }
 }

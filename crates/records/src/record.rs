@@ -8,6 +8,7 @@ mod app;
 mod base;
 mod cluster;
 mod limits;
+mod machine;
 mod outbound;
 mod rule;
 mod setting;
@@ -32,6 +33,10 @@ pub use cluster::{NodeRecord, Placement, PlacementReason, PlacementView, Replica
 pub use limits::{
     CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, DeviceLimits, IOPS_MAX, MEMORY_MIN, PROCESSES_MAX,
     UNLIMITED, WrittenAmount, WrittenDemotion,
+};
+pub use machine::{
+    AppMachine, MACHINE_MEMORY_MIB, MACHINE_MEMORY_MIB_MAX, MACHINE_MEMORY_MIB_MIN, MACHINE_VCPUS_MAX,
+    MachineKernel,
 };
 pub use outbound::{EndpointHost, NetworkEndpoint, OutboundRules};
 pub use rule::{RULE_TEXT_LEN_MAX, RULES_MAX, RuleRecord};

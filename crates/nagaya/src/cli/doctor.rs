@@ -5,16 +5,19 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use nagaya_keeper::machines;
+
 use super::output::{self, AccessIntent, CliError, OutputFormat, RecordAccess, RecordSource};
 use crate::doctor::{CheckState, DoctorCheck, FactSources, checks, gather, try_sandbox};
 
 /// Runs the checks. Exit status 0 in any case: a failed check may not matter here.
 pub fn run(config: Option<&Path>, format: OutputFormat) -> Result<ExitCode, CliError> {
     // This comes first: only a process with one thread can be forked into a sandbox.
-    let sandbox = try_sandbox();
+    let (launcher, sandbox) = try_sandbox();
     let settings = super::settings(config)?;
     let place = super::place(config)?;
-    let checks = checks(&gather(&settings, FactSources { sandbox, ..ask(&place) }));
+    let machines = launcher.map(|launcher| machines::probe(&launcher, &settings.keeper));
+    let checks = checks(&gather(&settings, FactSources { sandbox, machines, ..ask(&place) }));
     if format.json {
         output::print_json(&serde_json::to_value(&checks).expect("a check is texts"))?;
     } else {

@@ -279,6 +279,16 @@ pub struct InstanceFields {
     /// image: oci:LAYOUT or oci:LAYOUT:TAG
     #[arg(long, value_name = "DIR|oci:LAYOUT[:TAG]")]
     pub base: Option<String>,
+    /// Kernel of its own, in a virtual machine: node for the newest one of this node that is made
+    /// for virtual machines (linux-image-cloud-amd64), or a file
+    #[arg(long, value_name = "node|FILE")]
+    pub kernel: Option<String>,
+    /// Memory of that machine, like 128M
+    #[arg(long, value_name = "SIZE")]
+    pub vm_memory: Option<String>,
+    /// Number of its processors
+    #[arg(long, value_name = "N")]
+    pub vcpus: Option<u32>,
     /// Directory the application may write to, instead of its working directory; repeat for more
     #[arg(long, value_name = "DIR")]
     pub writable: Vec<String>,
@@ -471,6 +481,8 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
         "request-trailer" => "request_trailers".into(),
         "secret" => "secrets".into(),
         "database" => "databases".into(),
+        // Without a kernel of its own there is no machine.
+        "kernel" => "machine".into(),
         "tenant" | "host" | "backend" => {
             return Err(CliError::Usage(format!("a site cannot be without {option}")));
         }
@@ -559,6 +571,11 @@ impl InstanceFields {
     fn apply(&self, backend: &mut Map<String, Value>) {
         put_map(backend, "secrets", &self.secrets);
         put(backend, "base", self.base.as_ref());
+        let mut machine = part(backend, "machine");
+        put(&mut machine, "kernel", self.kernel.as_ref());
+        put(&mut machine, "memory", self.vm_memory.as_ref());
+        put(&mut machine, "vcpus", self.vcpus);
+        put_part(backend, "machine", machine);
         put_list(backend, "writable", &self.writable);
         let mut ready = part(backend, "ready");
         put(&mut ready, "path", self.ready.as_ref());

@@ -621,6 +621,15 @@ const INSTANCES: &[KeyRow<NodeSettings>] = &[
         unset: "the first that works, as `nagaya doctor` says"
     ),
     key!(
+        "kernels",
+        "0.1",
+        path(PathKind::Later),
+        keeper.instances.kernels,
+        "Where the kernels of applications with `--kernel node` are: `boot/vmlinuz-*-cloud-amd64` and \
+         `lib/modules` in this directory, which only root may write. A package that is unpacked and not \
+         installed will do."
+    ),
+    key!(
         "images",
         "0.1",
         path(PathKind::Later),
@@ -696,8 +705,9 @@ const INSTANCES: &[KeyRow<NodeSettings>] = &[
         "0.1",
         time(0, IDLE_MAX),
         keeper.instances.idle.quiet_ms,
-        "After this time without a request, an application runs only when nobody else needs the CPU. A tier \
-         is left out if its time is not shorter than that of the next tier."
+        "After this time without a request, an application runs only when nobody else needs the CPU. The \
+         edge says 50 ms after the last request that there is none. A tier is left out if its time is not \
+         shorter than that of the next tier."
     ),
     key!(
         "frozen_after",

@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use nagaya_keeper::machines::MachineProbe;
 use nagaya_keeper::sandbox::{self, Launcher};
 use nagaya_keeper::{CellMechanism, HUGE_PAGES_SWITCH, are_huge_pages_always};
 use rustix::fs::{Access, Mode, OFlags, ResolveFlags};
@@ -79,6 +80,8 @@ pub struct NodeFacts {
     /// The running node's result of that, with its own rights. `None` if no node runs, or if it
     /// does not say.
     pub node_sandbox: Option<String>,
+    /// The result of starting a machine. `None`: not tried.
+    pub machines: Option<Result<MachineProbe, String>>,
     pub tenants: TenantFinding,
     pub cluster_store: StoreAccess,
     /// `None` if no directory of them is configured.
@@ -131,16 +134,24 @@ pub struct FactSources {
     pub tenants: TenantFinding,
     pub sandbox: Option<Result<(), String>>,
     pub node_sandbox: Option<String>,
+    /// The result of starting a machine. `None`: no sandbox can be made for it.
+    pub machines: Option<Result<MachineProbe, String>>,
 }
 
-/// Makes a sandbox as for an application. `None` without root. It must be called before any thread
-/// is started.
-pub fn try_sandbox() -> Option<Result<(), String>> {
+/// Makes a sandbox as for an application, and returns its launcher if that works. `None` without
+/// root. It must be called before any thread is started.
+pub fn try_sandbox() -> (Option<Launcher>, Option<Result<(), String>>) {
     if !rustix::process::geteuid().is_root() {
-        return None;
+        return (None, None);
     }
-    let tried = Launcher::start().and_then(|launcher| sandbox::try_sandbox(&launcher));
-    Some(tried.map_err(|error| format!("{}: {}", error.code(), sandbox::explain(&error))))
+    let tried = Launcher::start().and_then(|launcher| {
+        sandbox::try_sandbox(&launcher)?;
+        Ok(launcher)
+    });
+    match tried {
+        Ok(launcher) => (Some(launcher), Some(Ok(()))),
+        Err(error) => (None, Some(Err(format!("{}: {}", error.code(), sandbox::explain(&error))))),
+    }
 }
 
 pub fn gather(settings: &NodeSettings, asked: FactSources) -> NodeFacts {
@@ -182,6 +193,7 @@ pub fn gather(settings: &NodeSettings, asked: FactSources) -> NodeFacts {
         disks: disks(&asked.homes),
         sandbox: asked.sandbox,
         node_sandbox: asked.node_sandbox,
+        machines: asked.machines,
         tenants: asked.tenants,
         cluster_store: StoreAccess::of_member(&settings.cluster_dir()),
         certificates: certificates(settings),

@@ -40,6 +40,12 @@ pub static ROWS: &[CheckRow] = &[
         judge: criu,
     },
     CheckRow {
+        name: "machines",
+        why: "a site can have a kernel of its own (--kernel), in a virtual machine; without KVM its code is translated, and runs some ten times slower",
+        how: "install qemu-system-x86 and linux-image-cloud-amd64, or name a tree with that kernel as kernels in [instances] (NGY0372); KVM needs a /dev/kvm on which a kernel starts",
+        judge: machines,
+    },
+    CheckRow {
         name: "user-namespaces",
         why: "each application has one, so that nothing in its sandbox has rights outside of it",
         how: "sysctl -w user.max_user_namespaces=65536 (and kernel.unprivileged_userns_clone=1 on Debian, without root)",
@@ -78,6 +84,19 @@ fn criu(facts: &NodeFacts) -> (CheckState, String) {
     match &facts.criu.path {
         Some(path) => (CheckState::Ok, format!("{}: {}", path.display(), facts.criu.reason)),
         None => (CheckState::Off, facts.criu.reason.clone()),
+    }
+}
+
+fn machines(facts: &NodeFacts) -> (CheckState, String) {
+    match &facts.machines {
+        None => (CheckState::Off, "not tried without a sandbox".into()),
+        Some(Err(why)) => (CheckState::Off, why.clone()),
+        Some(Ok(probe)) if probe.reason.is_empty() => {
+            (CheckState::Ok, format!("KVM, {}", probe.kernel.display()))
+        }
+        Some(Ok(probe)) => {
+            (CheckState::Warn, format!("no KVM: {}; translated, {}", probe.reason, probe.kernel.display()))
+        }
     }
 }
 

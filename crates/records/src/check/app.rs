@@ -8,9 +8,9 @@ use std::path::Path;
 use super::{RecordFindings, directory, env, files_of_any_kind, is_variable, trailers};
 use crate::record::{
     AFTER_WAKE_SIGNALS, APP_LINGER_SECONDS_MAX, APP_LIST_LEN_MAX, APP_PORT, AfterWake, App, AppDatabase,
-    AppListen, AppProtocol, BaseRecord, BodyBuffering, DATABASE_NAME_LEN_MAX, DatabaseKind, DatabaseTag,
-    FileRoot, IDLE_SECONDS_MAX, INSTANCES_MAX, IdleSteps, NetworkEndpoint, OutboundRules, QUESTION_LEN_MAX,
-    RELEASE_LEN_MAX, ReadyCheck, START_SECONDS_MAX, STOP_SECONDS_MAX,
+    AppListen, AppMachine, AppProtocol, BaseRecord, BodyBuffering, DATABASE_NAME_LEN_MAX, DatabaseKind,
+    DatabaseTag, FileRoot, IDLE_SECONDS_MAX, INSTANCES_MAX, IdleSteps, MACHINE_VCPUS_MAX, NetworkEndpoint,
+    OutboundRules, QUESTION_LEN_MAX, RELEASE_LEN_MAX, ReadyCheck, START_SECONDS_MAX, STOP_SECONDS_MAX,
 };
 
 /// Longest requested path, in bytes.
@@ -42,6 +42,9 @@ pub(super) fn app(app: &App, to: &mut RecordFindings) {
                 format!("is not a tag of an image: 1 to {TAG_LEN_MAX} letters, digits, '.', '_' and '-'"),
             );
         }
+    }
+    if let Some(machine) = &app.machine {
+        own_kernel(app, machine, to);
     }
     short("writable", app.writable.len(), to);
     app.writable.iter().for_each(|path| directory("writable", path, to));
@@ -81,6 +84,26 @@ pub(super) fn app(app: &App, to: &mut RecordFindings) {
         tag.iter().for_each(|tag| question(tag, to));
         absolute("databases.socket", socket, to);
         inside.iter().for_each(|path| absolute("databases.inside", path, to));
+    }
+}
+
+fn own_kernel(app: &App, machine: &AppMachine, to: &mut RecordFindings) {
+    if let Some(path) = machine.kernel.file() {
+        absolute("machine.kernel", path, to);
+    }
+    if let (Some(memory), Err(wrong)) = (&machine.memory, machine.memory_mib()) {
+        to.add("machine.memory", memory, wrong);
+    }
+    if let Some(count) = machine.vcpus.filter(|count| !(1..=MACHINE_VCPUS_MAX).contains(count)) {
+        to.add("machine.vcpus", count, format!("is not possible: between 1 and {MACHINE_VCPUS_MAX}"));
+    }
+    if app.outbound == OutboundRules::Host {
+        let hint =
+            "is not possible with a kernel of its own, which has a network of its own: use nat or places";
+        to.add("outbound", "host", hint);
+    }
+    if app.protocol == AppProtocol::FastCgi {
+        to.add("protocol", "fastcgi", "is not possible with a kernel of its own: use http");
     }
 }
 

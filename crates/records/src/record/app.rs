@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{BaseRecord, BodyBuffering, FileRoot, OutboundRules, WrittenAmount};
+use super::{AppMachine, BaseRecord, BodyBuffering, FileRoot, OutboundRules, WrittenAmount};
 
 /// Most entries each of `writable`, `secrets`, `warm_up`, `image_watch`, `after_wake` and
 /// `databases`. Each is a mount, a file or a request at a start.
@@ -85,6 +85,9 @@ pub struct App {
     /// The read-only root directory that it sees. `None` means the node's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseRecord>,
+    /// Its own kernel: it runs in a virtual machine. `None`: it runs on the node's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<AppMachine>,
     /// Where it may write, in addition to its own `/tmp`: below the tenant's home if relative. If
     /// empty, its directory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
