@@ -92,7 +92,8 @@ impl MariaDb {
         Ok(DatabaseAccount { socket: self.socket.clone(), name: name.into(), password })
     }
 
-    fn execute(&self, statements: &str) -> Result<()> {
+    /// Executes statements as the administrator.
+    pub fn execute(&self, statements: &str) -> Result<()> {
         run(Command::new(PROGRAMS[2])
             .arg("--no-defaults")
             .arg(format!("--socket={}", self.socket.display()))

@@ -8,6 +8,7 @@ pub mod field;
 pub mod gitweb;
 pub mod mariadb;
 pub mod population;
+pub mod postgresql;
 pub mod redmine;
 pub mod wordpress;
 
@@ -85,16 +86,21 @@ impl fmt::Display for MissingPackage {
 }
 
 /// Fails with `MissingPackage` if a program or a directory of a package does not exist.
-fn need(paths: &[&str]) -> Result<(), MissingPackage> {
+pub fn need(paths: &[&str]) -> Result<(), MissingPackage> {
     match paths.iter().find(|path| !Path::new(path).exists()) {
         None => Ok(()),
         Some(path) => Err(MissingPackage(format!("{path} is missing: 'sudo ./dev setup apps' installs it"))),
     }
 }
 
+/// Returns the tree of unpacked packages.
+pub fn package_dir() -> PathBuf {
+    workspace::cache_dir().join("packages")
+}
+
 /// Unpacks packages, downloading missing ones, into one tree that is kept between runs.
 pub fn packages(names: &[String]) -> Result<PathBuf> {
-    let tree = workspace::cache_dir().join("packages");
+    let tree = package_dir();
     let done = workspace::cache_dir().join("unpacked");
     for dir in [&tree, &done] {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;

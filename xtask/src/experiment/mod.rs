@@ -11,6 +11,7 @@ mod h2;
 pub mod harness;
 mod instances;
 mod isolation;
+mod machines;
 mod php;
 mod proxy;
 pub mod registry;

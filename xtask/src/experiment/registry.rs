@@ -9,14 +9,14 @@ use rustix::fs::{Mode, chmod};
 
 use super::harness::ExperimentSetting;
 use super::{
-    admission, cell_cost, cluster, front, h2, instances, isolation, php, proxy, rule_cost, sites_scale, slow,
-    static_files,
+    admission, cell_cost, cluster, front, h2, instances, isolation, machines, php, proxy, rule_cost,
+    sites_scale, slow, static_files,
 };
 use crate::{huge_pages, interrupt, workspace};
 
 type Experiment = fn(&ExperimentSetting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 33] = [
+const EXPERIMENTS: [(&str, Experiment); 38] = [
     ("front", front::run),
     ("static", static_files::run),
     ("h2", h2::run),
@@ -50,6 +50,11 @@ const EXPERIMENTS: [(&str, Experiment); 33] = [
     ("forward-cost", cluster::forward_cost::run),
     ("drain", cluster::drain::run),
     ("cmdb-scale", cluster::cmdb_scale::run),
+    ("vm-idle", machines::idle::run),
+    ("vm-levers", machines::levers::run),
+    ("vm-turnaround", machines::turnaround::run),
+    ("vm-wake", machines::wake::run),
+    ("vm-density", machines::density::run),
 ];
 
 /// The experiment whose parts can be chosen one by one.

@@ -36,7 +36,7 @@ use crate::server::nagaya::{NagayaNode, NagayaSettings};
 use crate::swap::SwapSpace;
 
 /// Settings of a node whose instances rest only on command.
-const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
+pub(super) const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
      image_after = \"13d\"\ncold_after = \"14d\"\n";
 
 /// A node's log line after it has reread its configuration.
@@ -46,32 +46,47 @@ const READ_AGAIN: &str = "the configuration was read again";
 const READ_MAX: Duration = Duration::from_secs(20);
 
 /// A site of kind `app`, under the name of its application.
-struct HostedApp {
-    name: String,
+pub(super) struct HostedApp {
+    pub(super) name: String,
     /// Uid of its tenant, whose files it uses.
-    uid: u32,
-    app: ContentApp,
+    pub(super) uid: u32,
+    pub(super) app: ContentApp,
 }
 
 /// A node with applications, each with its own tenant.
-struct AppHosting {
-    node: NagayaNode,
-    process: RunningProcess,
+pub(super) struct AppHosting {
+    pub(super) node: NagayaNode,
+    pub(super) process: RunningProcess,
 }
 
 impl AppHosting {
     /// Starts a node. `tables` is the text that follows in the table `[instances]`.
-    fn start(setting: &ExperimentSetting, name: &str, apps: &[HostedApp], tables: &str) -> Result<Self> {
+    pub(super) fn start(
+        setting: &ExperimentSetting,
+        name: &str,
+        apps: &[HostedApp],
+        tables: &str,
+    ) -> Result<Self> {
         let settings = NagayaSettings { tables: format!("{RESTLESS}{tables}"), ..NagayaSettings::default() };
+        let mut records = Vec::new();
+        for HostedApp { name, uid, app } in apps {
+            records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid}}));
+            records.extend(app.records(name, name, &host(name)));
+        }
+        Self::with_records(setting, name, settings, &records)
+    }
+
+    /// Starts a node with these records.
+    pub(super) fn with_records(
+        setting: &ExperimentSetting,
+        name: &str,
+        settings: NagayaSettings,
+        records: &[Value],
+    ) -> Result<Self> {
         let node = NagayaNode::create(&setting.program, setting.dir(), name, settings)?;
         let (path, mut writer) = node.records("sites.jsonl")?;
-        let mut line = |record: Value| writeln!(writer, "{record}").context("writing records");
-        for hosted in apps {
-            let uid = hosted.uid;
-            line(json!({"tenant": {"name": hosted.name, "uid": uid, "gid": uid}}))?;
-            for record in hosted.app.records(&hosted.name, &hosted.name, &host(&hosted.name)) {
-                line(record)?;
-            }
+        for record in records {
+            writeln!(writer, "{record}").context("writing records")?;
         }
         writer.flush().context("writing records")?;
         drop(writer);
@@ -81,7 +96,7 @@ impl AppHosting {
     }
 
     /// Gets a page, as a visitor would. Returns true if it is the right one.
-    fn visit(&self, site: &str, page: AppPage) -> Result<(HttpVisit, bool)> {
+    pub(super) fn visit(&self, site: &str, page: AppPage) -> Result<(HttpVisit, bool)> {
         interrupt::check()?;
         let visit = http::visit(self.node.address, &host(site), page.path)?;
         let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(page.text);
@@ -93,19 +108,19 @@ impl AppHosting {
     }
 
     /// Lets an unused instance rest, and waits until it does.
-    fn rest(&self, site: &str, to: Tier) -> Result<()> {
+    pub(super) fn rest(&self, site: &str, to: Tier) -> Result<()> {
         let rests = instance::rest(&self.node, site, to)
             .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))?;
         ensure!(rests.tier == to, "{site} has no image: {:?}", rests.note);
         Ok(())
     }
 
-    fn rest_all(&self, sites: &[&str], to: Tier) -> Result<()> {
+    pub(super) fn rest_all(&self, sites: &[&str], to: Tier) -> Result<()> {
         instance::rest_all(&self.node, sites, to)
             .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))
     }
 
-    fn status(&self, site: &str) -> Result<InstanceStatus> {
+    pub(super) fn status(&self, site: &str) -> Result<InstanceStatus> {
         InstanceStatus::of(&self.node, site)
     }
 
@@ -152,11 +167,11 @@ impl AppHosting {
     }
 }
 
-fn host(site: &str) -> String {
+pub(super) fn host(site: &str) -> String {
     format!("{}.example", site.replace('_', "-"))
 }
 
-fn uid(index: usize) -> Result<u32> {
+pub(super) fn uid(index: usize) -> Result<u32> {
     Ok(UID_BASE + u32::try_from(index).context("number of applications")?)
 }
 
@@ -177,12 +192,12 @@ fn swap(setting: &ExperimentSetting, report: &mut Report) -> Option<SwapSpace> {
 }
 
 /// Returns a directory for one application's files.
-fn place(dir: &Path, name: &str) -> PathBuf {
+pub(super) fn place(dir: &Path, name: &str) -> PathBuf {
     dir.join("apps").join(name)
 }
 
 /// Makes this many Django journals, each with its own files and database.
-fn journals(dir: &Path, count: usize) -> Result<Vec<HostedApp>> {
+pub(super) fn journals(dir: &Path, count: usize) -> Result<Vec<HostedApp>> {
     let first = place(dir, "journal-0");
     let app = django::create(&first, uid(0)?)?;
     let mut all = vec![HostedApp { name: "journal-0".into(), uid: uid(0)?, app }];
