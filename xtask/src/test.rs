@@ -13,7 +13,7 @@ use rustix::process::{Pid, setpriority_process};
 
 use crate::test_sum::TestSum;
 use crate::workspace::{Build, PACKAGES};
-use crate::{conformance, guest, workspace};
+use crate::{conformance, content, guest, workspace};
 
 /// The test program for the kernel.
 const KERNEL: &str = "kernel";
@@ -192,6 +192,8 @@ fn cargo_test(arguments: &[&str], sum: &mut TestSum, begun: impl FnOnce() -> Res
         .args(arguments)
         .env("NAGAYA_XTASK", own)
         .env("NAGAYA_BIN", workspace::nagaya(Build::Tested))
+        // The kernel of the emulated guest is that of machines, too.
+        .env("NAGAYA_KERNELS", content::package_dir())
         .stdout(Stdio::piped())
         .spawn()
         .context("running cargo test")?;

@@ -14,10 +14,18 @@ use serde_json::json;
 use crate::content::mariadb::MariaDb;
 use crate::content::wordpress::{self, WordpressServer};
 use crate::content::{self, ContentApp, LOGIN, MissingPackage, django, redmine};
+use crate::guest::kernel::own_release;
 use crate::server::nagaya::NagayaNode;
+
+const QEMU: &str = "/usr/bin/qemu-system-x86_64";
 
 /// MariaDB runs under a uid that no tenant has.
 const MARIADB_UID: u32 = 310_009;
+
+/// Machine of the journal, which has a kernel of its own. Where QEMU has to translate, it starts
+/// slowly.
+const MACHINE_MEMORY: &str = "192M";
+const MACHINE_START_SECONDS: u32 = 240;
 
 /// Idle times of the demo: short enough to watch.
 pub const IDLE: &str =
@@ -48,7 +56,7 @@ static PLACES: [AppPlace; 4] = [
         site: "journal",
         tenant: "authors",
         uid: 310_003,
-        what: "Django with its admin, on gunicorn",
+        what: "Django with its admin, on gunicorn, in a virtual machine",
     },
     AppPlace {
         kind: AppKind::Redmine,
@@ -99,6 +107,15 @@ impl AppPlace {
     }
 }
 
+/// Gives an application a kernel of its own.
+fn in_a_machine(mut app: ContentApp) -> Result<ContentApp> {
+    content::need(&[QEMU])?;
+    own_release()?;
+    app.backend["machine"] = json!({"kernel": "node", "memory": MACHINE_MEMORY});
+    app.backend["start_seconds"] = MACHINE_START_SECONDS.into();
+    Ok(app)
+}
+
 /// An application, or why there is none.
 type Made = Result<ContentApp, String>;
 
@@ -126,7 +143,7 @@ impl DemoApps {
             };
             let (apache, fpm) =
                 (word(wordpress, WordpressServer::Apache)?, word(weblog, WordpressServer::PhpFpm)?);
-            let diary = journal.make(dir, |tree| django::create(tree, journal.uid))?;
+            let diary = journal.make(dir, |tree| in_a_machine(django::create(tree, journal.uid)?))?;
             meanwhile()?;
             let tracker = slow.join().map_err(|_| anyhow!("making Redmine panicked"))??;
             Ok::<_, anyhow::Error>(vec![

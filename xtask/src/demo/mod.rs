@@ -187,10 +187,11 @@ fn configure(program: &Path, dir: &Path, listen: &[SocketAddr]) -> Result<Nagaya
         "\n[log]\naccess = \"{0}/log/access.log\"\n\n[edge.limits]\ndrain_timeout = \"{DRAIN}\"\n\n\
          [[rules]]\nphase = \"access_checker\"\nfile = \"{1}\"\n\n\
          # Clients that get a receipt with each answer.\n[receipts]\nallow = [\"127.0.0.0/8\", \"::1\"]\n\n\
-         # When applications rest: soon enough to be watched.\n{2}",
+         # When applications rest: soon enough to be watched.\n{2}kernels = \"{3}\"\n",
         dir.display(),
         rule_file(dir).display(),
-        apps::IDLE
+        apps::IDLE,
+        content::package_dir().display()
     ));
     NagayaNode::with_config(program, dir, listen[0], &config)
 }

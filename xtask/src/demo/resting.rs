@@ -55,6 +55,12 @@ pub fn visit(visitor: &DemoVisitor, apps: &DemoApps) -> Result<CountedWakes> {
     for (place, app) in apps.hosted() {
         let pages = first_visit(visitor, place, app).with_context(|| with_log(visitor, place))?;
         counted.pass(&format!("{} ({}), logged in and written to", place.site, place.what));
+        if app.backend.get("machine").is_some() {
+            let guest = visitor.node.run(&["instance", "exec", "--wake", place.site, "--", "uname", "-r"])?;
+            let node = rustix::system::uname().release().to_string_lossy().into_owned();
+            ensure!(guest.trim() != node, "{}: its kernel is the node's", place.site);
+            counted.pass(&format!("{}: its kernel is {}, the node's {node}", place.site, guest.trim()));
+        }
         seen.push((place, pages));
     }
     for (place, _) in &seen {
