@@ -117,7 +117,10 @@ const PATH_OPENERS: &[(&str, &str)] = &[
     ("crates/keeper/src/gate/scripts.rs", "only asks whether a script is there; its tenant opens it"),
     ("crates/keeper/src/huge_pages.rs", "a file of the kernel's"),
     ("crates/keeper/src/image/", "images are root's, in a directory that only root enters"),
-    ("crates/keeper/src/instances/run/after_wake.rs", "what the kernel tells of processes, by their numbers"),
+    (
+        "crates/keeper/src/instances/run/machine_state.rs",
+        "what the kernel tells of processes, by their numbers",
+    ),
     (
         "crates/keeper/src/instances/run/plain_address.rs",
         "a socket in a directory of the keeper's, without following a link",

@@ -115,14 +115,17 @@ fn kernel(sum: &mut TestSum) -> Result<bool> {
     cargo_test(&words, sum, || Ok(()))
 }
 
-/// Returns names of the entries in `tests` of our crates: one file or one directory for each
-/// program.
+/// Returns names of the programs in `tests` of our crates: each is one file of Rust, or one
+/// directory.
 fn test_targets() -> Result<Vec<String>> {
     let mut found = Vec::new();
     for package in std::fs::read_dir(workspace::root().join("crates")).context("listing our crates")? {
         let Ok(tests) = std::fs::read_dir(package?.path().join("tests")) else { continue };
         for test in tests {
-            found.extend(test?.path().file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+            let path = test?.path();
+            if path.is_dir() || path.extension().is_some_and(|extension| extension == "rs") {
+                found.extend(path.file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+            }
         }
     }
     found.sort();

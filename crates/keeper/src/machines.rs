@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use nagaya_keeper_api::protocol::FailureKind;
 use nagaya_machine::kernel::{GuestKernel, MODULES};
-use nagaya_machine::settings::{Accelerator, MachineHardware, QemuProgram};
+use nagaya_machine::settings::{Accelerator, ImageContent, MachineHardware, QemuProgram};
 use nagaya_machine::template::{MEMORY_FILE, STATE_FILE, TEMPLATE_VARIABLE, TemplateOrder};
 use nagaya_machine::{DIRECTORY, TEMPLATE_LIBRARY, clock, initramfs};
 use parking_lot::Mutex;
@@ -434,7 +434,7 @@ fn run_in_sandbox(
         boot_seconds_max,
     };
     let order = serde_json::to_string(&order).map_err(|error| broken(error.to_string()))?;
-    let device = kvm(hardware.accelerator)?;
+    let device = kvm(hardware.accelerator, ImageContent::of(hardware.accelerator))?;
     let sandbox = launcher.create(&sandbox_spec(options, parts, making)).map_err(of_sandbox)?;
     let (mut said, errors) = sandbox
         .pipe()
@@ -472,11 +472,13 @@ fn run_in_sandbox(
 }
 
 /// Opens the device for a machine that needs it. Its sandbox has no devices of the node's.
-pub fn kvm(accelerator: Accelerator) -> Result<Option<File>, Fault> {
+pub fn kvm(accelerator: Accelerator, image: ImageContent) -> Result<Option<File>, Fault> {
     let open = || OpenOptions::new().read(true).write(true).open(KVM);
-    match accelerator {
-        Accelerator::Tcg => Ok(None),
-        Accelerator::Kvm => open().map(Some).map_err(|error| broken(format!("{KVM}: {error}"))),
+    match (accelerator, image) {
+        (Accelerator::Tcg, ImageContent::Process) => Ok(None),
+        // A test: the device is carried through the image, and is not used.
+        (Accelerator::Tcg, ImageContent::State) => Ok(open().ok()),
+        (Accelerator::Kvm, _) => open().map(Some).map_err(|error| broken(format!("{KVM}: {error}"))),
     }
 }
 

@@ -77,6 +77,8 @@ pub struct InstanceOptions {
     pub criu: Option<PathBuf>,
     /// Tree with the kernels of machines, in `boot` and `lib/modules`.
     pub kernels: PathBuf,
+    /// An image of each machine contains its state, as with KVM. Only tests set this.
+    pub machines_save_states: bool,
     /// Maximum size of all images together, in bytes. Beyond it the least recently used one is
     /// removed.
     pub image_bytes_max: u64,
@@ -241,6 +243,7 @@ impl Default for InstanceOptions {
             images: "/var/lib/nagaya/images".into(),
             criu: None,
             kernels: "/".into(),
+            machines_save_states: false,
             image_bytes_max: 16 << 30,
             image_age_max_ms: 30 * 86_400_000,
             image_bandwidth: 64 << 20,

@@ -7,7 +7,8 @@
 
 use std::path::Path;
 
-use crate::settings::{Accelerator, MachineHardware, MachineOrigin};
+use crate::qemu::QemuOrder;
+use crate::settings::{Accelerator, MachineOrigin};
 
 /// Numbers of the sockets that QEMU inherits.
 #[derive(Debug, Clone, Copy)]
@@ -38,14 +39,10 @@ const TRANSLATED_MIB: u32 = 32;
 const WORDS: &str = "console=ttyS0 quiet loglevel=3 reboot=t panic=-1 nowatchdog random.trust_cpu=on \
                      tsc=reliable no_timer_check rdinit=/init";
 
-/// Returns the arguments, without the program.
-pub fn arguments(
-    name: &str,
-    hardware: &MachineHardware,
-    origin: &MachineOrigin,
-    memory: Option<MemoryFile<'_>>,
-    sockets: InheritedSockets,
-) -> Vec<String> {
+/// Returns the arguments, without the program. A machine that is incoming waits for its state
+/// (`load_state`).
+pub fn arguments(order: &QemuOrder<'_>, sockets: InheritedSockets) -> Vec<String> {
+    let QemuOrder { name, hardware, origin, memory, is_incoming, .. } = order;
     let mut words: Vec<String> = Vec::new();
     let mut add = |list: &[&str]| words.extend(list.iter().map(|word| (*word).to_owned()));
     let backend = if memory.is_some() { ",memory-backend=m0" } else { "" };
@@ -59,7 +56,7 @@ pub fn arguments(
     }
     add(&["-smp", &hardware.vcpus.to_string(), "-m", &hardware.memory_mib.to_string()]);
     if let Some(MemoryFile { path, is_shared }) = memory {
-        let (path, share) = (listed(&path.to_string_lossy()), if is_shared { "on" } else { "off" });
+        let (path, share) = (listed(&path.to_string_lossy()), if *is_shared { "on" } else { "off" });
         let size = hardware.memory_mib;
         add(&["-object", &format!("memory-backend-file,id=m0,size={size}M,mem-path={path},share={share}")]);
     }
@@ -81,7 +78,10 @@ pub fn arguments(
             add(&["-append", &format!("{WORDS}{tsc}")]);
         }
         // Its kernel is in its memory.
-        MachineOrigin::Template { .. } => add(&["-S", "-incoming", "defer"]),
+        MachineOrigin::Template { .. } => {}
+    }
+    if *is_incoming {
+        add(&["-S", "-incoming", "defer"]);
     }
     words
 }

@@ -4,7 +4,7 @@
 //! would. Its input, its output and the size of its terminal are carried over one connection with
 //! the guest's server for commands, in frames: a byte for the kind, the length, and so many bytes.
 //! Invariant: a frame of the guest has a bound, and a wrong one ends the command. Not here: the
-//! guest's side (`c/guest_init.c`), who may run one (`nagaya_keeper`).
+//! guest's side (`c/guest_session.c`), who may run one (`nagaya_keeper`).
 
 use std::ffi::OsString;
 use std::io::{self, IsTerminal as _, Read, Write};

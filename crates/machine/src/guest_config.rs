@@ -115,7 +115,7 @@ fn push_word(out: &mut String, word: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::{Accelerator, MachineHardware, MachineOrigin, QemuProgram};
+    use crate::settings::{Accelerator, ImageContent, MachineHardware, MachineOrigin, QemuProgram};
 
     fn settings() -> MachineSettings {
         MachineSettings {
@@ -132,6 +132,7 @@ mod tests {
                 tsc_khz: Some(2_100_000),
             },
             origin: MachineOrigin::Kernel { kernel: "/k".into(), initramfs: "/i".into() },
+            image: ImageContent::Process,
             root: "/".into(),
             application: GuestApplication {
                 command: vec!["./app".into(), "a b\n%".into()],

@@ -8,6 +8,7 @@
 //! - `clock`: the frequency of the node's time stamp counter
 //! - `monitor`: orders to a running QEMU (QMP)
 //! - `qemu`: QEMU's start, and the state of its devices
+//! - `door`: `nagaya vm-wake`, the way of a device to a machine that was saved
 //! - `share`, `pump`: the guest's files, which are the sandbox's
 //! - `template`: `nagaya vm-template`, a machine that others begin as copies of
 //! - `run`: `nagaya vm-run`, the life of one machine
@@ -20,6 +21,7 @@
 pub mod archive;
 pub mod clock;
 pub mod command_line;
+pub mod door;
 pub mod exec;
 pub mod guest_config;
 pub mod initramfs;
@@ -32,8 +34,23 @@ pub mod settings;
 pub mod share;
 pub mod template;
 
+use std::ffi::OsString;
+
 /// Files that a sandbox of a machine has, and their paths in it.
 pub const DIRECTORY: &str = "/run/nagaya/machine";
 
 /// The library by which QEMU maps a template's memory (`c/template_memory.c`).
 pub const TEMPLATE_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/template_memory.so"));
+
+/// Runs the program of a sandbox that the first of these words names, to its end. Returns its exit
+/// status, or why it failed. `None`: the word names none.
+pub fn run_program(word: &OsString, others: &[OsString]) -> Option<Result<u8, String>> {
+    let ended = match word.to_str()? {
+        "vm-run" => run::run().map_err(|error| error.to_string()),
+        "vm-template" => template::run().map(|()| 0).map_err(|error| error.to_string()),
+        "vm-exec" => exec::run(others).map_err(|error| error.to_string()),
+        "vm-wake" => door::hand_over().map(|()| 0).map_err(|error| error.to_string()),
+        _ => return None,
+    };
+    Some(ended.map_err(|error| format!("nagaya {}: {error}", word.display())))
+}

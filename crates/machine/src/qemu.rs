@@ -1,7 +1,8 @@
-//! Starts QEMU with its four sockets, and saves or loads the state of its devices.
+//! Starts QEMU with its four sockets, and saves or loads the state of its machine.
 //!
-//! Memory that is a file is not part of that state (QEMU's capability `x-ignore-shared`). Not here:
-//! the arguments (`command_line`), the machine's life (`run`, `template`).
+//! The memory of a template is a file, and is not part of that state (QEMU's capability
+//! `x-ignore-shared`). Not here: the arguments (`command_line`), the machine's life (`run`,
+//! `template`).
 
 use std::fs::File;
 use std::io;
@@ -30,14 +31,42 @@ const MODULES_VARIABLE: &str = "QEMU_MODULE_DIR";
 const ASK_EVERY: Duration = Duration::from_millis(1);
 const STATE_MAX: Duration = Duration::from_secs(60);
 
-/// QEMU, and our ends of its sockets.
+/// Bytes in a second that QEMU may save. Its default is 128 MiB.
+const BANDWIDTH_MAX: u64 = 1 << 40;
+
+/// Everything that describes one QEMU.
+#[derive(Debug, Clone, Copy)]
+pub struct QemuOrder<'a> {
+    pub qemu: &'a QemuProgram,
+    pub name: &'a str,
+    pub hardware: &'a MachineHardware,
+    pub origin: &'a MachineOrigin,
+    pub memory: Option<MemoryFile<'a>>,
+    /// It waits for its state.
+    pub is_incoming: bool,
+}
+
+/// One side of the sockets of a machine's ports. They may outlast a QEMU.
+#[derive(Debug)]
+pub struct PortSockets {
+    pub agent: UnixStream,
+    pub log: UnixStream,
+    pub files: UnixStream,
+}
+
+/// QEMU, and our end of its monitor.
 #[derive(Debug)]
 pub struct QemuProcess {
     pub child: Child,
     pub monitor: UnixStream,
-    pub agent: UnixStream,
-    pub log: UnixStream,
-    pub files: UnixStream,
+}
+
+/// Whether the guest's memory is part of a state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateMemory {
+    Contained,
+    /// It is a file that others map.
+    LeftOut,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -48,34 +77,38 @@ pub enum StartError {
     Sockets(io::Error),
 }
 
+impl PortSockets {
+    /// Makes our side, and QEMU's.
+    pub fn pair() -> Result<(Self, Self), StartError> {
+        let [agent, log, files] = [inherited_pair()?, inherited_pair()?, inherited_pair()?];
+        let ours = Self { agent: agent.0, log: log.0, files: files.0 };
+        Ok((ours, Self { agent: agent.1, log: log.1, files: files.1 }))
+    }
+}
+
+/// Makes a pair of sockets. Programs inherit the second one.
+fn inherited_pair() -> Result<(UnixStream, UnixStream), StartError> {
+    let (ours, its) = UnixStream::pair().map_err(StartError::Sockets)?;
+    rustix::io::fcntl_setfd(&its, FdFlags::empty()).map_err(|errno| StartError::Sockets(errno.into()))?;
+    Ok((ours, its))
+}
+
 impl QemuProcess {
-    /// Starts it. A machine on the processor itself uses `/dev/kvm`, which is this process's
-    /// standard input: a sandbox has no devices of the node's.
-    pub fn start(
-        qemu: &QemuProgram,
-        name: &str,
-        hardware: &MachineHardware,
-        origin: &MachineOrigin,
-        memory: Option<MemoryFile<'_>>,
-    ) -> Result<Self, StartError> {
-        let pair = || -> io::Result<(UnixStream, UnixStream)> {
-            let (ours, its) = UnixStream::pair()?;
-            rustix::io::fcntl_setfd(&its, FdFlags::empty())?;
-            Ok((ours, its))
-        };
-        let sockets = || Ok([pair()?, pair()?, pair()?, pair()?]);
-        let [(monitor, its_monitor), (agent, its_agent), (log, its_log), (files, its_files)] =
-            sockets().map_err(StartError::Sockets)?;
+    /// Starts it with its side of the ports. A machine on the processor itself uses `/dev/kvm`,
+    /// which is this process's standard input: a sandbox has no devices of the node's.
+    pub fn start(order: &QemuOrder<'_>, ports: &PortSockets) -> Result<Self, StartError> {
+        let QemuOrder { qemu, hardware, origin, .. } = order;
+        let (monitor, its_monitor) = inherited_pair()?;
         let sockets = InheritedSockets {
             monitor: its_monitor.as_raw_fd(),
-            agent: its_agent.as_raw_fd(),
-            log: its_log.as_raw_fd(),
-            files: its_files.as_raw_fd(),
+            agent: ports.agent.as_raw_fd(),
+            log: ports.log.as_raw_fd(),
+            files: ports.files.as_raw_fd(),
         };
         let program = qemu.words.first().cloned().unwrap_or_default();
         let mut command = Command::new(&program);
         command.args(qemu.words.iter().skip(1)).env_remove(VARIABLE).stdin(Stdio::null());
-        command.args(command_line::arguments(name, hardware, origin, memory, sockets));
+        command.args(command_line::arguments(order, sockets));
         command.env("LD_PRELOAD", &qemu.library);
         if let Some(modules) = &qemu.modules {
             command.env(MODULES_VARIABLE, modules);
@@ -93,14 +126,15 @@ impl QemuProcess {
             command.env(KVM_VARIABLE, device.as_raw_fd().to_string());
         }
         let child = command.spawn().map_err(|error| StartError::Program { program, error })?;
-        Ok(Self { child, monitor, agent, log, files })
+        Ok(Self { child, monitor })
     }
 }
 
-/// Saves the state of the devices in a file. The machine stands still from then on.
-pub fn save_state(monitor: &mut QemuMonitor, file: &File) -> Result<(), MonitorError> {
+/// Saves the state of the machine in a file. The machine stands still from then on.
+pub fn save_state(monitor: &mut QemuMonitor, file: &File, memory: StateMemory) -> Result<(), MonitorError> {
     monitor.order("stop", serde_json::Value::Null)?;
-    leave_memory_out(monitor)?;
+    set_memory(monitor, memory)?;
+    monitor.order("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH_MAX }))?;
     monitor.hand_over("state", file.as_fd())?;
     monitor.order("migrate", json!({ "uri": "fd:state" }))?;
     let until = Instant::now() + STATE_MAX;
@@ -117,8 +151,8 @@ pub fn save_state(monitor: &mut QemuMonitor, file: &File) -> Result<(), MonitorE
 }
 
 /// Loads such a state, and lets the machine run.
-pub fn load_state(monitor: &mut QemuMonitor, file: &File) -> Result<(), MonitorError> {
-    leave_memory_out(monitor)?;
+pub fn load_state(monitor: &mut QemuMonitor, file: &File, memory: StateMemory) -> Result<(), MonitorError> {
+    set_memory(monitor, memory)?;
     monitor.hand_over("state", file.as_fd())?;
     monitor.order("migrate-incoming", json!({ "uri": "fd:state" }))?;
     let until = Instant::now() + STATE_MAX;
@@ -134,8 +168,9 @@ pub fn load_state(monitor: &mut QemuMonitor, file: &File) -> Result<(), MonitorE
     Ok(())
 }
 
-fn leave_memory_out(monitor: &mut QemuMonitor) -> Result<(), MonitorError> {
-    let capability = json!({ "capabilities": [{ "capability": "x-ignore-shared", "state": true }] });
+fn set_memory(monitor: &mut QemuMonitor, memory: StateMemory) -> Result<(), MonitorError> {
+    let is_left_out = memory == StateMemory::LeftOut;
+    let capability = json!({ "capabilities": [{ "capability": "x-ignore-shared", "state": is_left_out }] });
     monitor.order("migrate-set-capabilities", capability).map(|_| ())
 }
 

@@ -10,7 +10,7 @@
 //! (`c/guest_init.c`).
 
 use std::fs::File;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
@@ -26,16 +26,22 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::MemfdFlags;
 
 use crate::command_line::{self, MemoryFile};
+use crate::door::WakeDoor;
 use crate::guest_config::{FORWARD_PORT_MIN, render};
 use crate::monitor::{MonitorError, QemuMonitor};
 use crate::pump;
-use crate::qemu::{self, QemuProcess, StartError};
-use crate::settings::{ForwardedPlace, MachineOrigin, MachineSettings, VARIABLE};
+use crate::qemu::{self, PortSockets, QemuOrder, QemuProcess, StartError, StateMemory};
+use crate::settings::{ForwardedPlace, ImageContent, MachineOrigin, MachineSettings, VARIABLE};
 
-/// The keeper's signal that the machine is back from its image.
+/// The keeper's signal that the machine is back from its image, with its QEMU.
 pub const WAKE: Signal = Signal::SIGALRM;
+
+/// The keeper's signal before it takes an image of the sandbox. A machine whose image is a state
+/// saves itself, and QEMU ends, until a wake (`door`).
+pub const SAVE: Signal = Signal::SIGVTALRM;
 
 /// Signals that the application gets.
 const PASSED: [Signal; 4] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
@@ -71,6 +77,8 @@ pub enum MachineError {
     Start(#[from] StartError),
     #[error("the machine does not begin as its template: {0}")]
     Template(MonitorError),
+    #[error("the machine does not continue from its state: {0}")]
+    Saved(MonitorError),
     #[error("the machine cannot be tended: {0}")]
     Io(#[from] io::Error),
 }
@@ -86,10 +94,10 @@ pub fn run() -> Result<u8, MachineError> {
     RunningMachine::start(settings)?.tend(&signals)
 }
 
-/// Signals that arrive as messages: the end of QEMU, the keeper's wish to end, and a wake.
+/// Signals that arrive as messages: the end of QEMU, the keeper's wish to end, an image and a wake.
 fn block_signals() -> Result<SignalFd, MachineError> {
     let mut signals = SigSet::empty();
-    for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, WAKE].into_iter().chain(PASSED) {
+    for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, WAKE, SAVE].into_iter().chain(PASSED) {
         signals.add(signal);
     }
     signals.thread_block().map_err(io::Error::from)?;
@@ -97,10 +105,22 @@ fn block_signals() -> Result<SignalFd, MachineError> {
         .map_err(io::Error::from)?)
 }
 
+/// The parts of a machine whose QEMU ends before an image is taken.
+struct SavingParts {
+    /// QEMU's ends of the ports, for the next one. They keep the bytes that it has not read.
+    its_ports: PortSockets,
+    /// The state of the machine while it has no QEMU.
+    state: Option<File>,
+    door: WakeDoor,
+}
+
 /// QEMU, and the ends of its sockets.
 struct RunningMachine {
     settings: MachineSettings,
-    qemu: Child,
+    /// `None` while the machine is saved.
+    qemu: Option<Child>,
+    /// For a machine whose image is its state.
+    saving: Option<SavingParts>,
     /// `None` once it has failed: orders to QEMU are not obeyed any more.
     monitor: Option<QemuMonitor>,
     agent: UnixStream,
@@ -115,24 +135,27 @@ struct RunningMachine {
 impl RunningMachine {
     /// Starts QEMU. A machine with a template runs then, and waits for its configuration.
     fn start(settings: MachineSettings) -> Result<Self, MachineError> {
-        let MachineSettings { name, qemu, hardware, origin, .. } = &settings;
-        let memory = match origin {
-            MachineOrigin::Kernel { .. } => None,
-            MachineOrigin::Template { memory, .. } => Some(MemoryFile { path: memory, is_shared: false }),
-        };
-        let started = QemuProcess::start(qemu, name, hardware, origin, memory)?;
-        let QemuProcess { child, monitor, agent, log, files } = started;
-        let mut monitor = QemuMonitor::connect(monitor).map_err(MachineError::Template)?;
+        let origin = &settings.origin;
         let has_started = matches!(origin, MachineOrigin::Template { .. });
+        let (PortSockets { agent, log, files }, its_ports) = PortSockets::pair()?;
+        let QemuProcess { child, monitor } =
+            QemuProcess::start(&order_of(&settings, has_started), &its_ports)?;
+        let mut monitor = QemuMonitor::connect(monitor).map_err(MachineError::Template)?;
         if let MachineOrigin::Template { state, .. } = origin {
             let file =
                 File::open(state).map_err(|error| MachineError::File { path: state.clone(), error })?;
-            qemu::load_state(&mut monitor, &file).map_err(MachineError::Template)?;
+            qemu::load_state(&mut monitor, &file, StateMemory::LeftOut).map_err(MachineError::Template)?;
         }
         pump::serve(files, &settings.root)?;
+        let saving = match settings.image {
+            ImageContent::Process => None,
+            ImageContent::State => Some(SavingParts { its_ports, state: None, door: WakeDoor::open()? }),
+        };
+        drop_device()?;
         let mut machine = Self {
             settings,
-            qemu: child,
+            qemu: Some(child),
+            saving,
             monitor: Some(monitor),
             agent,
             log,
@@ -154,7 +177,8 @@ impl RunningMachine {
     fn tend(mut self, signals: &SignalFd) -> Result<u8, MachineError> {
         let mut has_log = true;
         loop {
-            if let Some(status) = self.qemu.try_wait()? {
+            if let Some(status) = self.qemu.as_mut().map(Child::try_wait).transpose()?.flatten() {
+                self.saving = None;
                 self.copy_log();
                 self.hear()?;
                 return Ok(self.status.unwrap_or_else(|| status_of(status)));
@@ -164,16 +188,21 @@ impl RunningMachine {
                 PollFd::new(&self.agent, PollFlags::IN),
                 PollFd::new(&self.log, if has_log { PollFlags::IN } else { PollFlags::empty() }),
             ];
+            watched.extend(self.saving.iter().map(|parts| PollFd::new(parts.door.listener(), PollFlags::IN)));
             let polled = match poll(&mut watched, Some(&CLOCK_EVERY)) {
                 Err(rustix::io::Errno::INTR) => continue,
                 polled => polled.map_err(io::Error::from)?,
             };
             let [of_signals, of_agent, of_log] = [0, 1, 2].map(|at: usize| watched[at].revents());
+            let is_called = watched.get(3).is_some_and(|door| door.revents().contains(PollFlags::IN));
             if polled == 0 {
                 self.say(&format!("clock {}", nanoseconds()));
             }
             if !of_signals.is_empty() {
                 self.take_signals(signals);
+            }
+            if is_called {
+                self.take_call()?;
             }
             if of_log.intersects(PollFlags::IN | PollFlags::HUP) {
                 has_log = self.copy_log();
@@ -188,7 +217,7 @@ impl RunningMachine {
     }
 
     fn end(mut self) -> u8 {
-        let ended = self.qemu.wait().map_or(1, status_of);
+        let ended = self.qemu.as_mut().map_or(1, |qemu| qemu.wait().map_or(1, status_of));
         self.status.unwrap_or(ended)
     }
 
@@ -196,11 +225,59 @@ impl RunningMachine {
         while let Ok(Some(signal)) = signals.read_signal() {
             match Signal::try_from(signal.ssi_signo.cast_signed()) {
                 Ok(Signal::SIGTERM | Signal::SIGINT) => self.say("stop"),
+                Ok(SAVE) => self.save(),
                 Ok(WAKE) => self.wake(),
                 Ok(signal) if PASSED.contains(&signal) => self.say(&format!("signal {}", signal as i32)),
                 _ => {}
             }
         }
+    }
+
+    /// Saves the machine, if its image is a state. QEMU has ended then.
+    fn save(&mut self) {
+        let (Some(parts), Some(monitor)) = (&mut self.saving, &mut self.monitor) else { return };
+        match save_in_memory(monitor) {
+            Ok(file) => parts.state = Some(file),
+            Err(error) => {
+                eprintln!("the machine is not saved: {error}");
+                let _ = monitor.order("cont", serde_json::Value::Null);
+                return;
+            }
+        }
+        self.monitor = None;
+        if let Some(mut qemu) = self.qemu.take() {
+            let _ = qemu.kill();
+            let _ = qemu.wait();
+        }
+    }
+
+    /// Lets a caller wake a machine that was saved.
+    fn take_call(&mut self) -> Result<(), MachineError> {
+        let Some(Ok(call)) = self.saving.as_ref().map(|parts| parts.door.take()) else { return Ok(()) };
+        rustix::stdio::dup2_stdin(&call.device).map_err(io::Error::from)?;
+        self.resume()?;
+        drop_device()?;
+        self.wake();
+        call.finish();
+        Ok(())
+    }
+
+    /// Starts a machine that was saved, from where it was.
+    fn resume(&mut self) -> Result<(), MachineError> {
+        let Some(SavingParts { its_ports, state, .. }) = &mut self.saving else { return Ok(()) };
+        let Some(mut file) = state.take() else { return Ok(()) };
+        let QemuProcess { child, monitor } = QemuProcess::start(&order_of(&self.settings, true), its_ports)?;
+        self.qemu = Some(child);
+        let mut monitor = QemuMonitor::connect(monitor).map_err(MachineError::Saved)?;
+        file.rewind()?;
+        qemu::load_state(&mut monitor, &file, StateMemory::Contained).map_err(MachineError::Saved)?;
+        self.monitor = Some(monitor);
+        // The ports of QEMU's network are not in its state.
+        self.open_port(self.settings.exec_port, EXEC_ADDRESS);
+        if self.is_open {
+            self.open_port(self.settings.port, APPLICATION_ADDRESS);
+        }
+        Ok(())
     }
 
     /// Copies some of the log. Returns false once there is no more.
@@ -286,6 +363,28 @@ impl RunningMachine {
     fn say(&mut self, line: &str) {
         let _ = self.agent.write(format!("{line}\n").as_bytes());
     }
+}
+
+fn order_of(settings: &MachineSettings, is_incoming: bool) -> QemuOrder<'_> {
+    let MachineSettings { name, qemu, hardware, origin, .. } = settings;
+    let memory = match origin {
+        MachineOrigin::Kernel { .. } => None,
+        MachineOrigin::Template { memory, .. } => Some(MemoryFile { path: memory, is_shared: false }),
+    };
+    QemuOrder { qemu, name, hardware, origin, memory, is_incoming }
+}
+
+/// Lets go of a device that was standard input: no image contains it.
+fn drop_device() -> io::Result<()> {
+    Ok(rustix::stdio::dup2_stdin(&File::open("/dev/null")?)?)
+}
+
+/// Saves the machine in memory of this process, which an image contains.
+fn save_in_memory(monitor: &mut QemuMonitor) -> Result<File, MonitorError> {
+    let memory = rustix::fs::memfd_create("machine", MemfdFlags::CLOEXEC).map_err(io::Error::from)?;
+    let file = File::from(memory);
+    qemu::save_state(monitor, &file, StateMemory::Contained)?;
+    Ok(file)
 }
 
 /// Returns the time since 1970.

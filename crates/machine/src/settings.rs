@@ -18,6 +18,8 @@ pub struct MachineSettings {
     pub qemu: QemuProgram,
     pub hardware: MachineHardware,
     pub origin: MachineOrigin,
+    /// The part of it in an image of its sandbox.
+    pub image: ImageContent,
     /// Directory of the sandbox that is the guest's root.
     pub root: PathBuf,
     pub application: GuestApplication,
@@ -66,6 +68,26 @@ impl Accelerator {
         match self {
             Self::Kvm => "kvm",
             Self::Tcg => "tcg",
+        }
+    }
+}
+
+/// The part of a machine that an image of its processes (CRIU) contains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ImageContent {
+    /// QEMU, with its translated code.
+    Process,
+    /// QEMU's own state, in memory of `vm-run`: CRIU cannot save what runs on the processor itself.
+    State,
+}
+
+impl ImageContent {
+    /// Returns the only one that is possible with KVM, and the better one without.
+    pub const fn of(accelerator: Accelerator) -> Self {
+        match accelerator {
+            Accelerator::Kvm => Self::State,
+            Accelerator::Tcg => Self::Process,
         }
     }
 }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::command_line::MemoryFile;
 use crate::monitor::{MonitorError, QemuMonitor};
-use crate::qemu::{self, QemuProcess, StartError};
+use crate::qemu::{self, PortSockets, QemuOrder, QemuProcess, StartError, StateMemory};
 use crate::settings::{MachineHardware, MachineOrigin, QemuProgram};
 
 /// Variable with the order, as JSON.
@@ -87,11 +87,22 @@ pub fn make(order: &TemplateOrder) -> Result<(), TemplateError> {
         .map_err(|error| TemplateError::File { path: memory.clone(), error: error.into() })?;
     let state = create(&state)?;
     let origin = MachineOrigin::Kernel { kernel: order.kernel.clone(), initramfs: order.initramfs.clone() };
-    let memory = MemoryFile { path: &memory, is_shared: true };
-    let machine = QemuProcess::start(&order.qemu, "template", &order.hardware, &origin, Some(memory))?;
+    let (ports, its_ports) = PortSockets::pair()?;
+    let machine = QemuProcess::start(
+        &QemuOrder {
+            qemu: &order.qemu,
+            name: "template",
+            hardware: &order.hardware,
+            origin: &origin,
+            memory: Some(MemoryFile { path: &memory, is_shared: true }),
+            is_incoming: false,
+        },
+        &its_ports,
+    )?;
+    drop(its_ports);
     let child = EndedWithUs(machine.child);
     let mut monitor = QemuMonitor::connect(machine.monitor)?;
-    wait_until_started(order, machine.agent)?;
+    wait_until_started(order, ports.agent)?;
     save(&mut monitor, &state)?;
     drop(child);
     Ok(())
@@ -143,7 +154,7 @@ fn wait_until_started(
 }
 
 fn save(monitor: &mut QemuMonitor, state: &File) -> Result<(), TemplateError> {
-    qemu::save_state(monitor, state)?;
+    qemu::save_state(monitor, state, StateMemory::LeftOut)?;
     // QEMU ends with it, and closes its files.
     Ok(monitor.order("quit", serde_json::Value::Null).map(|_| ())?)
 }

@@ -17,8 +17,8 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use nagaya_machine::archive::{ArchiveWriter, PROGRAM, SECRET};
 use nagaya_machine::kernel::{GuestKernel, MODULES};
 use nagaya_machine::settings::{
-    Accelerator, GuestApplication, GuestListen, MachineHardware, MachineOrigin, MachineSettings, QemuProgram,
-    VARIABLE,
+    Accelerator, GuestApplication, GuestListen, ImageContent, MachineHardware, MachineOrigin,
+    MachineSettings, QemuProgram, VARIABLE,
 };
 use nagaya_machine::{TEMPLATE_LIBRARY, clock, initramfs};
 
@@ -113,6 +113,7 @@ fn machine(mode: &str) -> HostileMachine {
             tsc_khz,
         },
         origin: MachineOrigin::Kernel { kernel: kernel.image, initramfs: initramfs_file },
+        image: ImageContent::Process,
         root: dir.path().to_owned(),
         application: GuestApplication {
             command: vec!["none".into()],

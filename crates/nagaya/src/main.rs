@@ -33,19 +33,13 @@ fn main() -> ExitCode {
         return nagaya_sendmail::run(&arguments.collect::<Vec<_>>());
     }
     // In the sandbox of a machine.
-    let word = arguments.next();
-    let ended = match word.as_ref().and_then(|word| word.to_str()) {
-        Some("vm-run") => nagaya_machine::run::run().map_err(|error| error.to_string()),
-        Some("vm-template") => nagaya_machine::template::run().map(|()| 0).map_err(|error| error.to_string()),
-        Some("vm-exec") => {
-            nagaya_machine::exec::run(&arguments.collect::<Vec<_>>()).map_err(|error| error.to_string())
-        }
-        _ => return cli::run(),
-    };
+    let words: Vec<_> = arguments.collect();
+    let ended = words.split_first().and_then(|(word, others)| nagaya_machine::run_program(word, others));
     match ended {
-        Ok(status) => status.into(),
-        Err(error) => {
-            eprintln!("nagaya {}: {error}", word.unwrap_or_default().display());
+        None => cli::run(),
+        Some(Ok(status)) => status.into(),
+        Some(Err(error)) => {
+            eprintln!("{error}");
             ExitCode::FAILURE
         }
     }

@@ -12,6 +12,7 @@ pub mod driver;
 pub mod endpoint;
 pub mod internal_requests;
 pub mod lateness;
+pub mod machine_state;
 pub mod measured;
 pub mod plain_address;
 pub mod pressure;

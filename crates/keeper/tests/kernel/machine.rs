@@ -25,11 +25,15 @@ use crate::rest::{NEVER, get, pids, show, until_idle};
 use crate::world::{ALICE, BOB, World, criu, read_socket, set_mode, site_name, until_so};
 use crate::{FoundFact, bases, logs};
 
+/// Time for all of a test: an emulated kernel starts slowly on a busy machine.
+const MACHINE_MAX: Duration = Duration::from_secs(300);
+
 pub const FOUND: &[FoundFact] = &[
     ("a guest's kernel sees the files of its sandbox as they are, and no others", files_are_the_same),
     ("an application runs on a kernel of its own, as its tenant, on its own files", runs_on_its_own_kernel),
     ("machines of one template share its memory, and each is one of its own", machines_share_a_template),
     ("a machine rests in an image and wakes with the right time and new randomness", wakes_from_its_image),
+    ("a machine that saves itself wakes from its own state, with its device", wakes_from_its_own_state),
     ("a command of an operator runs in the guest, with streams and a terminal", commands_run_in_the_guest),
     ("a machine runs on an image of a layout, and sees nothing of the node's", runs_on_a_base),
     ("a machine that cannot start says why", says_why_it_cannot_start),
@@ -114,7 +118,7 @@ fn runs_on_its_own_kernel() -> Result<(), String> {
     let kernels = kernels()?;
     let world = world(&kernels, json!({}));
     let own = rustix::system::uname().release().to_string_lossy().into_owned();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let release = told(&keeper, "/release").await;
         assert!(release.ends_with("-cloud-amd64") && release != own, "{release} on {own}");
         let run = async |command: &str| told(&keeper, &format!("/run/{}", encoded(command))).await;
@@ -209,7 +213,7 @@ fn machines_share_a_template() -> Result<(), String> {
         world.site(site, tenant, record(json!({})));
     }
     let world = world.start();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let run = async |site: &str, command: &str| {
             told_by(&keeper, site, &format!("/run/{}", encoded(command))).await.trim().to_owned()
         };
@@ -249,17 +253,37 @@ fn boot_directory(world: &World) -> PathBuf {
 }
 
 fn wakes_from_its_image() -> Result<(), String> {
+    wakes_from_image(false)
+}
+
+/// As with KVM: QEMU's own state is in the image, and a descriptor of `/dev/kvm`.
+fn wakes_from_its_own_state() -> Result<(), String> {
+    wakes_from_image(true)
+}
+
+fn wakes_from_image(saves_state: bool) -> Result<(), String> {
     let kernels = kernels()?;
     if criu().is_none() {
         return Err("there is no CRIU that works".into());
     }
-    let world = world(&kernels, json!({}));
-    world.run(async |keeper| {
+    let mut world = unstarted(&kernels).with(|options| options.instances.machines_save_states = saves_state);
+    world.script("program.py", &application(PROGRAM));
+    world.site("app", "alice", record(json!({"image_when": "rest"})));
+    world.site("began", "alice", record(json!({"image_when": "start"})));
+    let world = world.start();
+    world.run_within(MACHINE_MAX, async |keeper| {
+        // One whose image was taken as it began goes on.
+        let release = told_by(&keeper, "began", "/release").await;
+        rest(&world, "began", Tier::Image).await;
+        assert_eq!(told_by(&keeper, "began", "/release").await, release);
+        assert_eq!(show(&world, "began")["last_wake"]["from"], "image");
         let run = async |command: &str| {
             told(&keeper, &format!("/run/{}", encoded(command))).await.trim().to_owned()
         };
         let seed = run("md5sum /run/nagaya.wake").await;
         run("echo kept > kept").await;
+        let sleeper = run("sleep 1000 > /dev/null 2>&1 & echo $!").await;
+        let uptime: f64 = run("cut -d' ' -f1 /proc/uptime").await.parse().unwrap();
         rest(&world, "app", Tier::Image).await;
         assert_eq!(pids(&world, "app"), Vec::<i32>::new());
         let guest: u64 = run("date +%s").await.parse().unwrap();
@@ -267,7 +291,12 @@ fn wakes_from_its_image() -> Result<(), String> {
         assert!(guest.abs_diff(node) <= 2, "{guest} and {node}");
         assert_ne!(run("md5sum /run/nagaya.wake").await, seed);
         assert_eq!(run("cat kept").await, "kept");
+        assert_eq!(run(&format!("tr '\\0' ' ' < /proc/{sleeper}/cmdline")).await, "sleep 1000");
+        assert!(run("cut -d' ' -f1 /proc/uptime").await.parse::<f64>().unwrap() > uptime);
         assert_eq!(show(&world, "app")["last_wake"]["from"], "image");
+        // And once more, from an image of the machine that woke.
+        rest(&world, "app", Tier::Image).await;
+        assert_eq!(run(&format!("tr '\\0' ' ' < /proc/{sleeper}/cmdline")).await, "sleep 1000");
     });
     Ok(())
 }
@@ -275,7 +304,7 @@ fn wakes_from_its_image() -> Result<(), String> {
 fn commands_run_in_the_guest() -> Result<(), String> {
     let kernels = kernels()?;
     let world = world(&kernels, json!({"env": {"COLOUR": "green"}}));
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let release = told(&keeper, "/release").await;
         let (text, end) =
             output(&world, &exec("app", &["sh", "-c", "uname -r; id -u; pwd; echo $COLOUR; exit 7"]));
@@ -324,7 +353,7 @@ fn runs_on_a_base() -> Result<(), String> {
     record["machine"] = json!({"kernel": "node", "memory": "128M"});
     world.site("one", "alice", record);
     let world = world.start();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let used = keeper.use_instance(&site_name("one"), None).await.unwrap();
         let said = read_socket(used.socket).await;
         let parts: Vec<&str> = said.split('|').collect();
@@ -363,7 +392,7 @@ fn says_why_it_cannot_start() -> Result<(), String> {
         record(json!({"command": ["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"]})),
     );
     let world = world.start();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         for (site, expected) in [
             ("missing", "cannot open the kernel"),
             ("foreign", "is no Linux kernel for x86-64"),
@@ -396,7 +425,7 @@ fn memory_is_given_back() -> Result<(), String> {
     let kernels = kernels()?;
     let machine = json!({"kernel": "node", "memory": "1280M"});
     let world = world(&kernels, json!({"machine": machine}));
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         told(&keeper, "/release").await;
         let before = private_memory(&world, "app");
         let script = "python3 -c 'x = bytearray(1 << 30); x[::4096] = b\"x\" * (1 << 18); print(len(x))'";
@@ -419,7 +448,7 @@ fn fifty_wake_at_once() -> Result<(), String> {
     }
     let world = world.start();
     // Each starts Perl on a translated processor.
-    world.run_within(Duration::from_secs(300), async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let ask = |name: String| {
             let keeper = Rc::clone(&keeper);
             let ask = async move {
@@ -440,7 +469,7 @@ fn fifty_wake_at_once() -> Result<(), String> {
 fn killed_machines_begin_anew() -> Result<(), String> {
     let kernels = kernels()?;
     let world = world(&kernels, json!({}));
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let release = told(&keeper, "/release").await;
         let qemu = *pids(&world, "app").last().unwrap();
         let name = fs::read_to_string(format!("/proc/{qemu}/comm")).unwrap();
@@ -448,8 +477,11 @@ fn killed_machines_begin_anew() -> Result<(), String> {
         let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let mut stream = tokio::net::UnixStream::from_std(used.socket.into()).unwrap();
         stream.write_all(b"GET /run/sleep%201000 HTTP/1.0\r\n\r\n").await.unwrap();
-        let running =
-            |pid: i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty());
+        // A zombie has closed its sockets.
+        let running = |pid: i32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat"));
+            stat.is_ok_and(|stat| !stat.rsplit(')').next().unwrap().starts_with(" Z"))
+        };
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(qemu), nix::sys::signal::Signal::SIGKILL).unwrap();
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer).await;
@@ -470,7 +502,7 @@ fn full_disks_make_no_template() -> Result<(), String> {
     let machines = world.dir.path().join("state/machines").display().to_string();
     let size = |mib: u32| format!("mount -t tmpfs -o size={mib}m,mode=700 none {machines}");
     let world = world.after(&format!("mkdir -p {machines} && {}", size(24))).start();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         let error = keeper.use_instance(&site_name("app"), None).await.unwrap_err().to_string();
         assert!(error.contains("cannot make a template in") && error.contains("No space left"), "{error}");
         let enter = format!(
@@ -501,14 +533,14 @@ fn changed_templates_are_made_anew() -> Result<(), String> {
             entries.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with("template-"));
         templates.next().unwrap().join("state")
     };
-    let release = world.run(async |keeper| told(&keeper, "/release").await);
+    let release = world.run_within(MACHINE_MAX, async |keeper| told(&keeper, "/release").await);
     let made = fs::read(state()).unwrap();
     let mut changed = made.clone();
     changed[made.len() / 2] ^= 1;
     fs::remove_file(state()).unwrap();
     fs::write(state(), &changed).unwrap();
     world.restart();
-    world.run(async |keeper| {
+    world.run_within(MACHINE_MAX, async |keeper| {
         assert_eq!(told(&keeper, "/release").await, release, "{}", show(&world, "app"));
     });
     assert_ne!(fs::read(state()).unwrap(), changed);

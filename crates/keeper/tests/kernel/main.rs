@@ -64,25 +64,14 @@ pub type CellFact = (&'static [&'static str], &'static str, fn());
 
 /// Runs as nagaya's own program, in the sandbox of a machine, if it is started as that.
 fn run_machine_program() {
-    let mut words = std::env::args_os().skip(1);
-    let ended = match words.next().as_ref().and_then(|word| word.to_str()) {
-        Some("vm-run") => Some(nagaya_machine::run::run().map_err(|error| error.to_string())),
-        Some("vm-template") => {
-            Some(nagaya_machine::template::run().map(|()| 0).map_err(|error| error.to_string()))
-        }
-        Some("vm-exec") => {
-            let words: Vec<_> = words.collect();
-            Some(nagaya_machine::exec::run(&words).map_err(|error| error.to_string()))
-        }
-        _ => None,
-    };
-    if let Some(ended) = ended {
-        match ended {
-            Ok(status) => std::process::exit(status.into()),
-            Err(error) => {
-                eprintln!("{error}");
-                std::process::exit(1);
-            }
+    let words: Vec<_> = std::env::args_os().skip(1).collect();
+    let ended = words.split_first().and_then(|(word, others)| nagaya_machine::run_program(word, others));
+    match ended {
+        None => {}
+        Some(Ok(status)) => std::process::exit(status.into()),
+        Some(Err(error)) => {
+            eprintln!("{error}");
+            std::process::exit(1);
         }
     }
 }

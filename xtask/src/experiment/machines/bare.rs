@@ -18,8 +18,9 @@ use anyhow::{Context as _, Result, ensure};
 use nagaya_machine::command_line::{self, InheritedSockets, MemoryFile};
 use nagaya_machine::kernel::GuestKernel;
 use nagaya_machine::monitor::QemuMonitor;
-use nagaya_machine::settings::{Accelerator, MachineHardware, MachineOrigin};
-use nagaya_machine::{TEMPLATE_LIBRARY, clock, initramfs, qemu};
+use nagaya_machine::qemu::{self, QemuOrder, StateMemory};
+use nagaya_machine::settings::{Accelerator, MachineHardware, MachineOrigin, QemuProgram};
+use nagaya_machine::{TEMPLATE_LIBRARY, clock, initramfs};
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Signal, kill_process, setpriority_process};
 
@@ -60,7 +61,7 @@ pub enum GuestTick {
 /// A machine that has started, as files.
 #[derive(Debug)]
 pub struct BareTemplate {
-    library: PathBuf,
+    qemu: QemuProgram,
     hardware: MachineHardware,
     memory: PathBuf,
     state: PathBuf,
@@ -77,6 +78,7 @@ impl BareTemplate {
         fs::write(&disk, initramfs::build(&modules)?).context("writing the initial RAM disk")?;
         let library = dir.join("template_memory.so");
         fs::write(&library, TEMPLATE_LIBRARY).context("writing QEMU's library")?;
+        let qemu = QemuProgram { words: vec![QEMU.into()], library, modules: None };
         let hardware = MachineHardware {
             accelerator: Accelerator::Tcg,
             memory_mib: MEMORY_MIB,
@@ -86,7 +88,7 @@ impl BareTemplate {
         let (memory, state) = (dir.join("memory"), dir.join("state"));
         let file = File::create(&memory).context("creating a template")?;
         file.set_len(u64::from(MEMORY_MIB) << 20).context("sizing a template")?;
-        let template = Self { library, hardware, memory, state };
+        let template = Self { qemu, hardware, memory, state };
         let origin = MachineOrigin::Kernel { kernel: kernel.image, initramfs: disk };
         let (machine, agent, mut monitor) = template.begin(&origin, tick)?;
         agent.set_read_timeout(Some(START_MAX)).context("limiting the start of a guest")?;
@@ -94,7 +96,7 @@ impl BareTemplate {
         BufReader::new(agent).read_line(&mut said).context("waiting for the start of a guest")?;
         ensure!(said == STARTED, "a guest has not started: {said}");
         let state = File::create(&template.state).context("creating a template")?;
-        qemu::save_state(&mut monitor, &state).context("saving a template")?;
+        qemu::save_state(&mut monitor, &state, StateMemory::LeftOut).context("saving a template")?;
         drop(machine);
         Ok(template)
     }
@@ -119,12 +121,20 @@ impl BareTemplate {
         };
         let is_new = matches!(origin, MachineOrigin::Kernel { .. });
         let memory = MemoryFile { path: &self.memory, is_shared: is_new };
-        let mut words = command_line::arguments("bare", &self.hardware, origin, Some(memory), sockets);
+        let order = QemuOrder {
+            qemu: &self.qemu,
+            name: "bare",
+            hardware: &self.hardware,
+            origin,
+            memory: Some(memory),
+            is_incoming: !is_new,
+        };
+        let mut words = command_line::arguments(&order, sockets);
         if let (Some(at), GuestTick::Periodic) = (words.iter().position(|word| word == APPEND), tick) {
             words[at + 1].push_str(PERIODIC);
         }
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--", QEMU]).args(words).env("LD_PRELOAD", &self.library);
+        command.args(["--pdeathsig", "KILL", "--", QEMU]).args(words).env("LD_PRELOAD", &self.qemu.library);
         if !is_new {
             command.env(MEMORY_VARIABLE, &self.memory);
         }
@@ -140,7 +150,7 @@ impl BareTemplate {
         let origin = MachineOrigin::Template { memory: self.memory.clone(), state: self.state.clone() };
         let (mut machine, agent, mut monitor) = self.begin(&origin, GuestTick::Tickless)?;
         let state = File::open(&self.state).context("opening a template")?;
-        qemu::load_state(&mut monitor, &state).context("loading a template")?;
+        qemu::load_state(&mut monitor, &state, StateMemory::LeftOut).context("loading a template")?;
         machine._sockets.push(agent);
         Ok(machine)
     }

@@ -4,22 +4,17 @@
 //! A failure of either is logged, and the application is used all the same. Not here: when
 //! (`start`).
 
-use std::fs;
 use std::time::Duration;
 
 use nagaya_records::record::App;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::Signal;
 use tokio::time::Instant;
 
-use crate::cells::Leaf;
 use crate::context::KeeperContext;
 use crate::instances::run::internal_requests::InternalTarget;
+use crate::instances::run::machine_state::send_first;
 use crate::instances::run::processes::InstanceProcesses;
 use crate::instances::state::instance::SiteInstance;
-use crate::sandbox::ROOT_PID;
-
-/// Signal to the first process of a machine (`nagaya_machine::run::WAKE`).
-const MACHINE_WAKE: &str = "SIGALRM";
 
 /// Maximum duration of all of it, while the callers wait.
 const AFTER_WAKE_MAX: Duration = Duration::from_secs(5);
@@ -33,13 +28,11 @@ pub async fn tell(
 ) {
     let site = instance.site();
     let until = Instant::now() + AFTER_WAKE_MAX;
-    // A machine learns the time, and gets randomness of its own, before anything else.
-    let of_machine = app.machine.iter().map(|_| MACHINE_WAKE);
-    for word in of_machine.chain(app.after_wake.iter().map(String::as_str)) {
+    for word in app.after_wake.iter().map(String::as_str) {
         let said = match signal_of(word) {
             Some(signal) => {
                 let leaf = std::sync::Arc::clone(processes.leaf());
-                let sent = context.on_worker(move || Ok(send(&leaf, signal))).await;
+                let sent = context.on_worker(move || Ok(send_first(&leaf, signal))).await;
                 sent.map_err(|fault| fault.to_string())
                     .and_then(|sent| sent.map_err(|error| error.to_string()))
             }
@@ -72,32 +65,12 @@ async fn get(
 /// Returns one of the signals that a record may name.
 fn signal_of(word: &str) -> Option<Signal> {
     match word {
-        MACHINE_WAKE => Some(Signal::ALARM),
         "SIGHUP" => Some(Signal::HUP),
         "SIGUSR1" => Some(Signal::USR1),
         "SIGUSR2" => Some(Signal::USR2),
         "SIGWINCH" => Some(Signal::WINCH),
         _ => None,
     }
-}
-
-/// Signals the first process of the application, whose number in its sandbox is `ROOT_PID`.
-fn send(leaf: &Leaf, signal: Signal) -> std::io::Result<()> {
-    for pid in leaf.pids()? {
-        // Opened before it is checked: its number cannot become another's meanwhile.
-        let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        if number_inside(pid) == Some(ROOT_PID) {
-            return Ok(pidfd_send_signal(pidfd, signal)?);
-        }
-    }
-    Err(std::io::ErrorKind::NotFound.into())
-}
-
-/// Returns its number in the innermost namespace (`NSpid`, proc_pid_status(5)).
-fn number_inside(pid: Pid) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
-    line.split_ascii_whitespace().next_back()?.parse().ok()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! (`sandbox_spec`).
 
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -349,6 +349,18 @@ impl AppLaunch {
         Ok(command)
     }
 
+    /// Whether its machine saves itself before an image is taken of its sandbox.
+    pub fn saves_state(&self) -> bool {
+        self.machine.as_ref().is_some_and(MachineFiles::saves_state)
+    }
+
+    /// Returns the command that wakes a machine which was saved, and the device for its standard
+    /// input.
+    pub fn wake_command(&self) -> Result<(Vec<OsString>, Option<File>), Fault> {
+        let device = self.machine.as_ref().map(MachineFiles::device).transpose()?.flatten();
+        Ok((app_machine::wake_command(self.has_node_base()), device))
+    }
+
     /// Restores it from its image, if it has one.
     pub fn restore(
         &self,
@@ -427,12 +439,6 @@ impl AppLaunch {
         handover: &HandoverFds,
         watched: WatchedInputs,
     ) -> Result<Image, ImageError> {
-        if self.machine.as_ref().is_some_and(MachineFiles::has_kvm) {
-            return Err(ImageError::Io {
-                what: "save a machine on the processor itself (KVM)".into(),
-                error: io::ErrorKind::Unsupported.into(),
-            });
-        }
         // If it is to be imaged again, none of its memory may belong to the image.
         let memory = if self.is_imaged_at_rest() { ImageMemory::Copied } else { self.app.image_memory };
         let how = ImageTerms { memory, watched };

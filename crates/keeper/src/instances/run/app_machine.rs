@@ -6,6 +6,7 @@
 //! learns about machines. Not here: the machine (`nagaya_machine`), templates (`machines`).
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use nagaya_machine::DIRECTORY;
 use nagaya_machine::kernel::{self, GuestKernel};
 use nagaya_machine::settings::{
-    Accelerator, ForwardedPlace, GuestApplication, GuestListen, MachineHardware, MachineOrigin,
+    ForwardedPlace, GuestApplication, GuestListen, ImageContent, MachineHardware, MachineOrigin,
     MachineSettings, QemuProgram, VARIABLE,
 };
 use nagaya_machine::template::{MEMORY_FILE, STATE_FILE};
@@ -23,7 +24,7 @@ use nagaya_records::{Site, Tenant};
 use crate::fault::{self, Fault};
 use crate::image::Digest;
 use crate::machines::{
-    INITRAMFS_FILE, KERNEL_FILE, LIBRARY_FILE, MachineParts, MachineTemplates, PROGRAM_FILE, QEMU,
+    self, INITRAMFS_FILE, KERNEL_FILE, LIBRARY_FILE, MachineParts, MachineTemplates, PROGRAM_FILE, QEMU,
     TemplateFiles, broken, file_facts, parts,
 };
 use crate::mail;
@@ -55,6 +56,8 @@ const QEMU_MIB: u64 = 64;
 pub struct MachineFiles {
     parts: MachineParts,
     hardware: MachineHardware,
+    /// The part of it in its image.
+    image: ImageContent,
     /// The kernel's path is the record's, and must be readable for the tenant.
     is_of_record: bool,
     /// `None`: the kernel starts, because a tenant may have changed it.
@@ -102,7 +105,11 @@ impl MachineFiles {
             true => Some(templates.get(launcher, options, &parts, &hardware)?),
             false => None,
         };
-        Ok(Self { parts, hardware, is_of_record, template })
+        let image = match options.instances.machines_save_states {
+            true => ImageContent::State,
+            false => ImageContent::of(hardware.accelerator),
+        };
+        Ok(Self { parts, hardware, image, is_of_record, template })
     }
 
     /// Returns what its sandbox shows besides.
@@ -135,7 +142,7 @@ impl MachineFiles {
     /// the image needs of their contents is in the image.
     pub fn digest(&self) -> io::Result<Digest> {
         let MachineParts { program, library, kernel, initramfs, .. } = &self.parts;
-        let mut facts = serde_json::to_vec(&self.hardware).map_err(io::Error::other)?;
+        let mut facts = serde_json::to_vec(&(&self.hardware, self.image)).map_err(io::Error::other)?;
         let of_template = self.template.iter().flat_map(|TemplateFiles { memory, state }| [&**memory, state]);
         for path in [&**program, library, kernel, initramfs, Path::new(QEMU)].into_iter().chain(of_template) {
             facts.extend(file_facts(path)?);
@@ -143,20 +150,22 @@ impl MachineFiles {
         Ok(Digest::of(&[b"machine", &facts]))
     }
 
-    /// Whether it runs on the processor itself. CRIU cannot save that.
-    pub fn has_kvm(&self) -> bool {
-        self.hardware.accelerator == Accelerator::Kvm
+    /// Whether QEMU ends before an image is taken (`machine_state`).
+    pub fn saves_state(&self) -> bool {
+        self.image == ImageContent::State
     }
 
     /// Returns the device that its sandbox gets as standard input, if it needs one.
-    pub fn device(&self) -> Result<Option<std::fs::File>, Fault> {
-        crate::machines::kvm(self.hardware.accelerator)
+    pub fn device(&self) -> Result<Option<File>, Fault> {
+        machines::kvm(self.hardware.accelerator, self.image)
     }
 
     /// Checks that a memory limit of its cell, bytes, is not below its own memory. The kernel would
     /// end QEMU, and not a program in the guest.
     pub fn check_limit(&self, limit: Option<u64>) -> Result<(), Fault> {
-        let needed = (u64::from(self.hardware.memory_mib) + QEMU_MIB) << 20;
+        // A state is in memory beside the machine.
+        let times = if self.saves_state() { 2 } else { 1 };
+        let needed = (u64::from(self.hardware.memory_mib) * times + QEMU_MIB) << 20;
         match limit {
             Some(limit) if limit < needed => Err(broken(format!(
                 "the memory limit of its cell is {} MiB, and a machine with {} MiB needs {}: raise the one or lower the other (--vm-memory)",
@@ -201,6 +210,7 @@ pub fn command(
         qemu: qemu(*is_node_base),
         hardware: files.hardware.clone(),
         origin: files.origin(),
+        image: files.image,
         root: "/".into(),
         application: GuestApplication {
             command: spawn::app_command(app, address)?,
@@ -230,6 +240,13 @@ pub fn exec_command(app: &App, tenant: &Tenant, is_node_base: bool, command: &[O
     let directory = spawn::home(tenant).join(&app.directory);
     argv.extend(["vm-exec".into(), EXEC_PORT.to_string().into(), directory.into_os_string()]);
     argv.extend_from_slice(command);
+    argv
+}
+
+/// Returns the command of the sandbox that wakes a machine which was saved.
+pub fn wake_command(is_node_base: bool) -> Vec<OsString> {
+    let mut argv = program_words(is_node_base);
+    argv.push("vm-wake".into());
     argv
 }
 

@@ -32,7 +32,7 @@ use crate::instances::run::app_machine::MachineFiles;
 use crate::instances::run::endpoint::InstanceEndpoint;
 use crate::instances::run::internal_requests::InternalTarget;
 use crate::instances::run::processes::{ImageSource, InstanceProcesses, SocketDir, StartMode, end};
-use crate::instances::run::{after_wake, app_machine, plain_address, sandbox_spec};
+use crate::instances::run::{after_wake, app_machine, machine_state, plain_address, sandbox_spec};
 use crate::instances::state::instance::SiteInstance;
 use crate::mail::{MAIL_ADDRESS, MailSender};
 use crate::paths::tenant_path::PathOwner;
@@ -382,7 +382,7 @@ async fn spawn_sandboxed(
     Ok((handle, door, ImageSource { launch, made }))
 }
 
-/// Takes in which files it reads, so that the kernel need not keep that, until noprocesses wants to
+/// Takes in which files it reads, so that the kernel need not keep that, until nobody wants to
 /// know.
 async fn drain_reads(context: Rc<KeeperContext>, tenant: TenantName, reads: Weak<ReadRecorder>) {
     let mut pause = DRAIN_FIRST;
@@ -412,6 +412,10 @@ async fn make_ready(
     until: Instant,
 ) -> Result<(), Fault> {
     let site = instance.site();
+    // A machine learns the time, and gets randomness of its own, before anything else.
+    if app.machine.is_some() && processes.image.is_some() {
+        machine_state::wake(context, processes, processes.image_source().as_ref()).await?;
+    }
     match timeout_at(until, processes.endpoint.wait_until_open()).await {
         Err(_) => return Err(broken(&site, fault::APP, "does not listen in the time it has to start")),
         Ok(Err(error)) => return Err(broken(&site, fault::APP, &format!("cannot be used: {error}"))),
@@ -471,7 +475,7 @@ async fn wait_until_answered(
     }
 }
 
-/// Takes an image of it: warmed up and before it has served anyprocesses, or as it goes to rest. It
+/// Takes an image of it: warmed up and before it has served anything, or as it goes to rest. It
 /// goes on in any case, unless it dies of it.
 pub async fn take_image(
     context: &KeeperContext,
@@ -489,8 +493,9 @@ pub async fn take_image(
         warm_up(&source.launch, processes).await;
     }
     instance.mark(WakeStage::Image, Instant::now().into());
+    let saves_state = source.launch.saves_state();
     let leaf = Arc::clone(processes.leaf());
-    let what = Arc::new((source, images, subject.clone(), leaf));
+    let what = Arc::new((Arc::clone(&source), images, subject.clone(), leaf));
     let mut pauses = TAKE_PAUSES.into_iter();
     let taken = loop {
         let (read, kept) = (Arc::clone(&what), Arc::clone(&what));
@@ -514,10 +519,17 @@ pub async fn take_image(
             None => None,
         };
         let taken = match context.on_worker_for(&instance.site().tenant, find_watched).await {
+            Ok(watched) if saves_state => match machine_state::save(context, processes).await {
+                Ok(()) => context.on_worker(move || take(watched)).await,
+                Err(fault) => Err(fault),
+            },
             Ok(watched) => context.on_worker(move || take(watched)).await,
             Err(fault) => Err(fault),
         };
         drop(closed);
+        if saves_state {
+            machine_state::resume(context, &source).await?;
+        }
         match (taken, pauses.next()) {
             (Err(fault), Some(pause)) if is_tried_again(&fault, pause) => {
                 tracing::debug!(site = %instance.site().name, "taking an image of it is tried again: {fault}");
