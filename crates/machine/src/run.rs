@@ -34,7 +34,7 @@ use crate::guest_config::{FORWARD_PORT_MIN, render};
 use crate::monitor::{MonitorError, QemuMonitor};
 use crate::pump;
 use crate::qemu::{self, PortSockets, QemuOrder, QemuProcess, StartError, StateMemory};
-use crate::settings::{ForwardedPlace, ImageContent, MachineOrigin, MachineSettings, VARIABLE};
+use crate::settings::{Accelerator, ForwardedPlace, ImageContent, MachineOrigin, MachineSettings, VARIABLE};
 
 /// The keeper's signal that the machine is back from its image, with its QEMU.
 pub const WAKE: Signal = Signal::SIGALRM;
@@ -89,6 +89,10 @@ pub fn run() -> Result<u8, MachineError> {
     let text = std::env::var(VARIABLE).map_err(|error| MachineError::Settings(error.to_string()))?;
     let settings: MachineSettings =
         serde_json::from_str(&text).map_err(|error| MachineError::Settings(error.to_string()))?;
+    if settings.hardware.accelerator == Accelerator::Tcg {
+        // QEMU asks for large pages for all of its translated code, and uses a part of each.
+        let _ = nix::sys::prctl::set_thp_disable(true);
+    }
     let signals = block_signals()?;
     forward_places(&settings.application.places)?;
     RunningMachine::start(settings)?.tend(&signals)
