@@ -26,6 +26,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/keeper/src/instances/run/rest/calls.rs",
     "crates/keeper/src/sandbox/kernel.rs",
     "crates/machine/src/clock.rs",
+    "crates/volumes/src/file_handles.rs",
     "crates/rules/src/ffi.rs",
     "crates/nagaya/src/inherit.rs",
     "crates/nagaya/src/supervisor/priority.rs",
@@ -38,6 +39,7 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
     ("telemetry", &["base"]),
     ("admission", &["base"]),
     ("placement", &[]),
+    ("volumes", &[]),
     ("records", &["base"]),
     ("store", &["records", "base"]),
     ("keeper-api", &["records", "base"]),
@@ -63,7 +65,7 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
         ],
     ),
     // Nothing ships with it, and nothing of what it drives knows of it.
-    ("sim", &["placement"]),
+    ("sim", &["placement", "volumes"]),
     // The developer's packages speak to the built program as its users do, and nothing ships with them.
     ("tests", &[]),
     // Two experiments measure one part alone, without a server around it.

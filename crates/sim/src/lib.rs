@@ -14,6 +14,7 @@ pub mod faults;
 mod node;
 pub mod observer;
 mod store;
+pub mod volumes;
 mod wire;
 pub mod world;
 
