@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nagaya_machine::command_line::{self, InheritedSockets, MemoryFile};
-use nagaya_machine::kernel::GuestKernel;
+use nagaya_machine::kernel::{GuestKernel, MODULES};
 use nagaya_machine::monitor::QemuMonitor;
 use nagaya_machine::qemu::{self, QemuOrder, StateMemory};
 use nagaya_machine::settings::{Accelerator, MachineHardware, MachineOrigin, QemuProgram};
@@ -73,7 +73,7 @@ impl BareTemplate {
     pub fn make(dir: &Path, tree: &Path, tick: GuestTick) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let kernel = GuestKernel::newest(tree).context("the kernel of the guests")?;
-        let modules = kernel.read_modules(&[]).context("the modules of the guests")?;
+        let modules = kernel.read_modules(&MODULES).context("the modules of the guests")?;
         let disk = dir.join("initramfs");
         fs::write(&disk, initramfs::build(&modules)?).context("writing the initial RAM disk")?;
         let library = dir.join("template_memory.so");
