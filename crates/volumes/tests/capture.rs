@@ -234,6 +234,18 @@ fn no_number_of_changes_is_too_large() {
     assert_eq!(paths.len(), 5_000);
 }
 
+/// Returns what this machine lacks.
+fn missing() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("it needs root");
+    }
+    if !Path::new("/dev/loop-control").exists() {
+        return Some("there are no loop devices");
+    }
+    let has_mkfs = Command::new("mkfs.ext4").arg("-V").output().is_ok();
+    (!has_mkfs).then_some("there is no mkfs.ext4 (e2fsprogs)")
+}
+
 fn main() {
     let facts: [(&str, fn()); 3] = [
         ("every call that changes a file is seen, with its paths", every_call_is_seen),
@@ -243,10 +255,10 @@ fn main() {
         ),
         ("no number of changes is too large", no_number_of_changes_is_too_large),
     ];
-    let is_root = rustix::process::geteuid().is_root();
-    let trial = |(name, run): (&'static str, fn())| match is_root {
-        false => Trial::ignorable_test(name, || Ok(Completion::ignored_with("it needs root"))),
-        true => Trial::test(name, move || {
+    let missing = missing();
+    let trial = |(name, run): (&'static str, fn())| match missing {
+        Some(why) => Trial::ignorable_test(name, move || Ok(Completion::ignored_with(why))),
+        None => Trial::test(name, move || {
             run();
             Ok(())
         }),
