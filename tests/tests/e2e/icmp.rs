@@ -7,7 +7,7 @@ use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use serde_json::Value;
 
-use crate::lab::{STEADY_FENCE, lab_with_app};
+use crate::lab::{STEADY_FENCE, authority, lab_with_app};
 
 pub const SUITE: Suite = Suite {
     name: "icmp",
@@ -68,6 +68,7 @@ fn a_cut_off_node_is_silent_and_one_without_nagaya_refuses() {
     assert!(moved["node"] != *first && moved["epoch"] == 2 && moved["why"] == "silent", "{moved}");
     lab.run(&["heal", &first]);
     wait::until("the first one passes requests on again", || answers(&lab, &first));
+    wait::until("all nodes may serve", || NODES.iter().all(|node| authority(&lab, node) == "store"));
 
     let second = moved["node"].as_str().expect("it runs somewhere").to_owned();
     let asked = NODES.into_iter().find(|node| *node != second).expect("there are three");

@@ -13,7 +13,7 @@ use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::{machine, wait};
 use serde_json::Value;
 
-use crate::lab::{STEADY_FENCE, lab_with_app};
+use crate::lab::{STEADY_FENCE, authority, lab_with_app};
 
 pub const SUITE: Suite = Suite {
     name: "partitions",
@@ -57,13 +57,6 @@ fn placed(lab: &Lab, by: &str) -> (String, u64) {
 
 fn others(node: &str) -> Vec<&'static str> {
     NODES.into_iter().filter(|one| *one != node).collect()
-}
-
-#[track_caller]
-fn authority(lab: &Lab, node: &str) -> Value {
-    let status = lab.run(&["exec", node, "--", "cluster", "status", "--json"]);
-    let mut status: Value = serde_json::from_str(&status).expect("a status is JSON");
-    status["authority"].take()
 }
 
 // === Visitors ===
