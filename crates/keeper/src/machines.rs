@@ -165,7 +165,11 @@ fn is_of_root(path: &Path) -> bool {
             file.uid() == 0 && (file.is_symlink() || is_sticky || file.mode() & 0o022 == 0)
         })
     };
-    path.is_absolute() && path.ancestors().all(is_safe)
+    // A link of root's may lead to what others can change.
+    let target = path.canonicalize();
+    path.is_absolute()
+        && path.ancestors().all(is_safe)
+        && target.is_ok_and(|target| target.ancestors().all(is_safe))
 }
 
 /// Makes the initial RAM disk of this kernel, unless it is there.
@@ -515,8 +519,9 @@ fn sandbox_spec(options: &KeeperConfig, parts: &MachineParts, making: &Path) -> 
 fn copy_out(from: &Path, to: &Path, hardware: &MachineHardware) -> io::Result<()> {
     let memory_len = u64::from(hardware.memory_mib) << 20;
     for (name, len_max) in [(MEMORY_FILE, memory_len), (STATE_FILE, memory_len)] {
-        // No link: the directory is nobody's.
-        let flags = rustix::fs::OFlags::NOFOLLOW.bits().cast_signed();
+        // No link, and no waiting for a pipe: the directory is nobody's.
+        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+        let flags = flags.bits().cast_signed();
         let mut source = OpenOptions::new().read(true).custom_flags(flags).open(from.join(name))?;
         let facts = source.metadata()?;
         if !facts.is_file() || facts.len() > len_max || (name == MEMORY_FILE && facts.len() != memory_len) {
@@ -606,6 +611,9 @@ mod tests {
         fs::write(&path, "x").unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o664)).unwrap();
         assert!(!is_of_root(&path), "its group may");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(!is_of_root(&link), "a link does not make it root's");
         assert!(is_of_root(Path::new("/usr/bin/env")));
         assert!(!is_of_root(Path::new("usr/bin/env")));
     }

@@ -35,7 +35,7 @@ use inodes::{InodeTable, SharedNode};
 /// Directories of the root that each guest has of its own.
 pub const OWN: [&str; 4] = ["dev", "proc", "sys", "run"];
 
-/// nagaya's own files in the sandbox, of which the guest changes none.
+/// nagaya's own files in the sandbox. The guest makes, moves and removes none.
 const KEPT: &str = "run/nagaya";
 
 /// Time for which the guest may use what it knows of a file: of the tenant's, and of anybody

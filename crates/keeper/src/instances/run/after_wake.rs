@@ -28,7 +28,7 @@ pub async fn tell(
 ) {
     let site = instance.site();
     let until = Instant::now() + AFTER_WAKE_MAX;
-    for word in app.after_wake.iter().map(String::as_str) {
+    for word in &app.after_wake {
         let said = match signal_of(word) {
             Some(signal) => {
                 let leaf = std::sync::Arc::clone(processes.leaf());

@@ -134,3 +134,14 @@ fn number_inside(pid: Pid) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_ascii_whitespace().next_back()?.parse().ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_mean_the_same_signals() {
+        assert_eq!(WAKE.as_raw(), nagaya_machine::run::WAKE as i32);
+        assert_eq!(SAVE.as_raw(), nagaya_machine::run::SAVE as i32);
+    }
+}
