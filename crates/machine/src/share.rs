@@ -403,6 +403,11 @@ macro_rules! reply {
     };
 }
 
+/// Replies with an entry that was looked up or made.
+fn reply_entry(reply: ReplyEntry, entered: Result<FileAttr, Failure>) {
+    reply!(reply, entered, |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+}
+
 impl Filesystem for SharedFiles {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
         // The guest's kernel may have less.
@@ -422,7 +427,7 @@ impl Filesystem for SharedFiles {
             // The guest may know that for a while, too.
             return reply.entry(&OWN_KNOWN_FOR, &empty_directory(INodeNo(0)), Generation(0));
         }
-        reply!(reply, found, |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+        reply_entry(reply, found);
     }
 
     fn forget(&self, _: &Request, inode: INodeNo, count: u64) {
@@ -490,7 +495,7 @@ impl Filesystem for SharedFiles {
             rustix::fs::mknodat(directory, name, kind, Mode::from_raw_mode(mode & 0o7777 & !umask), 0)?;
             self.enter(path)
         };
-        reply!(reply, make(), |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+        reply_entry(reply, make());
     }
 
     fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
@@ -500,7 +505,7 @@ impl Filesystem for SharedFiles {
             rustix::fs::mkdirat(directory, name, Mode::from_raw_mode(mode & 0o7777 & !umask))?;
             self.enter(path)
         };
-        reply!(reply, make(), |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+        reply_entry(reply, make());
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -518,7 +523,7 @@ impl Filesystem for SharedFiles {
             rustix::fs::symlinkat(target, directory, name)?;
             self.enter(path)
         };
-        reply!(reply, make(), |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+        reply_entry(reply, make());
     }
 
     fn rename(
@@ -552,7 +557,7 @@ impl Filesystem for SharedFiles {
             rustix::fs::linkat(from_dir, from_name, to_dir, to_name, AtFlags::empty())?;
             self.enter(to)
         };
-        reply!(reply, link(), |attributes| reply.entry(&known_for(&attributes), &attributes, Generation(0)));
+        reply_entry(reply, link());
     }
 
     fn open(&self, _: &Request, inode: INodeNo, flags: OpenFlags, reply: ReplyOpen) {

@@ -124,6 +124,18 @@ impl AppHosting {
         InstanceStatus::of(&self.node, site)
     }
 
+    /// Checks that a site's last wake was from this tier.
+    pub(super) fn ensure_woken_from(&self, site: &str, status: &InstanceStatus, tier: Tier) -> Result<()> {
+        let woken = status.last_wake.as_ref().map(|wake| wake.from);
+        ensure!(
+            woken == Some(tier),
+            "{site} rested at {tier} and woke from {woken:?}: {:?}\n{}",
+            status.note,
+            self.process.log_end()
+        );
+        Ok(())
+    }
+
     /// Returns the version of the CRIU that makes its images.
     fn criu(&self) -> Result<Value> {
         let status = self.node.run(&["status", "--json"])?;

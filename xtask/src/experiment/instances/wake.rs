@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use nagaya_records::instance::{Tier, WakeStage};
 use serde_json::json;
 
@@ -288,14 +288,7 @@ impl WakeVisits<'_> {
             let bytes = status.memory_bytes.context("the memory of a running instance")?;
             self.report.sample(round, name, variant, "pss_mb", bytes / 1e6);
         } else {
-            let woken = status.last_wake.as_ref().map(|wake| wake.from);
-            ensure!(
-                woken == Some(from.tier()),
-                "{name} rested at {} and woke from {woken:?}: {:?}\n{}",
-                from.tier(),
-                status.note,
-                hosting.process.log_end()
-            );
+            hosting.ensure_woken_from(name, &status, from.tier())?;
             self.stages(round, hosted, variant, &status);
         }
         Ok(())

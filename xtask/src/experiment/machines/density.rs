@@ -201,8 +201,7 @@ impl DensityRun<'_> {
             let (visit, is_right) = self.hosting.visit(name, PLAIN_PAGE)?;
             self.errors += usize::from(!is_right);
             let status = self.hosting.status(name)?;
-            let woken = status.last_wake.as_ref().map(|wake| wake.from);
-            ensure!(woken == Some(Tier::Image), "{name} woke from {woken:?}: {:?}", status.note);
+            self.hosting.ensure_woken_from(name, &status, Tier::Image)?;
             self.report.sample(index, CASE, "imaged", "first_ms", visit.first_byte_ms);
             self.report.sample(index, CASE, "imaged", "running_ms", running_ms(&status));
             self.freeze(&some[index..=index])?;

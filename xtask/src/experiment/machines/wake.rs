@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use nagaya_records::instance::Tier;
 use rustix::fs::{Advice, fadvise};
 use serde_json::json;
@@ -197,14 +197,7 @@ impl<'a> WakeVisits<'a> {
         let status = hosting.status(name)?;
         // In the same state, a moment later: the time of a visit without a wake.
         let warm = self.get(hosting, hosted)?;
-        let woken = status.last_wake.as_ref().map(|wake| wake.from);
-        ensure!(
-            woken == Some(from.tier()),
-            "{name} rested at {} and woke from {woken:?}: {:?}\n{}",
-            from.tier(),
-            status.note,
-            hosting.process.log_end()
-        );
+        hosting.ensure_woken_from(name, &status, from.tier())?;
         let variant = from.name();
         eprintln!(
             "{name}, {variant}: runs after {:.1} ms, first byte after {first:.1} ms",
